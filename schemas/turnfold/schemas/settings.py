@@ -1,0 +1,60 @@
+"""Settings of a process: one frozen Struct, filled from TURNFOLD_* variables and options.
+
+class Settings(Wire): bootstrap: str = "127.0.0.1:9092"
+
+load(Settings, os.environ)                        TURNFOLD_BOOTSTRAP, or the default
+load(Settings, os.environ, bootstrap="kafka:9")   an option wins over the environment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from turnfold.schemas.errors import UserError
+
+PREFIX = "TURNFOLD_"
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class SettingsError(UserError, ValueError):
+    """A setting that is missing or makes no sense; the text names the variable."""
+
+
+def variable(field: str) -> str:
+    """Environment variable of a field: `max_staleness` is TURNFOLD_MAX_STALENESS."""
+    return PREFIX + field.upper()
+
+
+def load(kind: type[S], environment: Mapping[str, str], /, **options: Any) -> S:
+    """Options that are not None win over the environment, which wins over the defaults.
+
+    Raises SettingsError naming the variable, what was expected and what came.
+    """
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        name = variable(field.name)
+        if options.get(field.name) is not None:
+            values[field.name] = options[field.name]
+        elif environment.get(name, "") != "":
+            values[field.name] = _converted(environment[name], field.type, name)
+        elif field.required:
+            raise SettingsError(f"{name} is not set and has no default")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _converted(text: str, kind: Any, name: str) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        pass
+    try:  # lists and mappings are written as JSON
+        return msgspec.json.decode(text.encode(), type=kind)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SettingsError(f"{name}={text!r}: {error}") from error

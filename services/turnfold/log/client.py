@@ -1,0 +1,396 @@
+"""Connections to Kafka with the settings that keep every acknowledged record.
+
+Producers are idempotent with `acks=all`; readers are assigned partitions by hand and see committed
+records only, so there is no group to rebalance and every position is the caller's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import msgspec
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    NodeNotReadyError,
+    TopicAlreadyExistsError,
+    for_code,
+)
+
+from turnfold.schemas import codec
+from turnfold.schemas.dead_letters import DeadLetter
+from turnfold.schemas.errors import UserError
+from turnfold.schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
+
+# The request that carries the largest message is a little larger than the message.
+_MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024 * 1024
+
+
+class BrokerUnavailable(UserError):
+    """No broker answers at the address; the text says what to do."""
+
+    def __init__(self, bootstrap: str, cause: object = "") -> None:
+        detail = f" ({cause})" if str(cause) else ""
+        super().__init__(
+            f"no Kafka broker answers at {bootstrap}{detail}: start one with "
+            "`turnfold broker --data ./data`, or set TURNFOLD_BOOTSTRAP"
+        )
+
+
+class MissingTopic(UserError):
+    """A topic that should exist does not; the text says how to create it."""
+
+    def __init__(self, topic: str) -> None:
+        super().__init__(f"topic {topic} does not exist: run `turnfold topics create` first")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A record as it lies in the log."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    timestamp: float
+    """Unix seconds."""
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def content_type(self) -> str | None:
+        return next((v.decode("latin-1") for k, v in self.headers if k == "content-type"), None)
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}@{self.offset}"
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Where an acknowledged record went."""
+
+    partition: int
+    offset: int
+
+
+class Producer:
+    """Idempotent producer; with a `transactional_id` a fenced, transactional one.
+
+    async with Producer(bootstrap) as producer:
+        ack = await producer.send(topics.events, key="r1", message=event)
+
+    Raises BrokerUnavailable when nobody answers.
+    """
+
+    def __init__(self, bootstrap: str, *, transactional_id: str | None = None) -> None:
+        self.bootstrap = bootstrap
+        self._kafka = AIOKafkaProducer(
+            bootstrap_servers=bootstrap,
+            enable_idempotence=True,
+            acks="all",
+            transactional_id=transactional_id,
+            transaction_timeout_ms=60_000,
+            compression_type="zstd",
+            max_request_size=_MAX_REQUEST_BYTES,
+            request_timeout_ms=20_000,
+        )
+
+    async def __aenter__(self) -> Self:
+        await _start(self._kafka, self.bootstrap)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._kafka.stop()
+
+    async def send(
+        self,
+        topic: str,
+        *,
+        key: str,
+        message: msgspec.Struct,
+        partition: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Ack:
+        """Send one message and wait until Kafka has acknowledged it."""
+        return await self.send_raw(
+            topic,
+            key=key.encode(),
+            value=codec.encode(message),
+            partition=partition,
+            headers={"content-type": codec.MSGPACK, **(headers or {})},
+        )
+
+    async def send_raw(
+        self,
+        topic: str,
+        *,
+        key: bytes | None,
+        value: bytes | None,
+        partition: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Ack:
+        """Send bytes as they are; a `value` of None is a tombstone."""
+        pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
+        future = await self._kafka.send(
+            topic, value, key=key, partition=partition, headers=pairs or None
+        )
+        meta = await future
+        return Ack(meta.partition, meta.offset)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        """Commit on success, abort on an exception.
+
+        aiokafka commits a transaction although one of its sends failed, unless that send's future
+        is awaited; `send` always awaits it.
+        """
+        async with self._kafka.transaction():
+            yield
+
+    async def commit_offset(
+        self, group: str, topic: str, partition: int, offset: int, metadata: str = ""
+    ) -> None:
+        """Commit a position inside the running transaction."""
+        from aiokafka.structs import OffsetAndMetadata
+
+        await self._kafka.send_offsets_to_transaction(
+            {TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)}, group
+        )
+
+
+class Reader:
+    """Reads assigned partitions from given positions, committed records only.
+
+    async with Reader(bootstrap, {("turnfold.events", 0): 17}) as reader:
+        records = await reader.poll()        # [] when nothing came within the timeout
+
+    Positions may lie outside the log: an offset that was deleted raises LookupError naming it.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        positions: Mapping[tuple[str, int], int] | None = None,
+        *,
+        group: str | None = None,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self._positions = dict(positions or {})
+        self._kafka = AIOKafkaConsumer(
+            bootstrap_servers=bootstrap,
+            group_id=group,
+            enable_auto_commit=False,
+            auto_offset_reset="none",
+            isolation_level="read_committed",
+            max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
+            fetch_max_wait_ms=200,
+            request_timeout_ms=20_000,
+        )
+
+    async def __aenter__(self) -> Self:
+        await _start(self._kafka, self.bootstrap)
+        if self._positions:
+            await self.assign(self._positions)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._kafka.stop()
+
+    async def partitions(self, topic: str) -> list[int]:
+        """Partitions of a topic in order. Raises MissingTopic."""
+        await self._kafka._client.force_metadata_update()
+        found = self._kafka._client.cluster.partitions_for_topic(topic)
+        if not found:
+            await self._kafka._client.add_topic(topic)
+            found = self._kafka._client.cluster.partitions_for_topic(topic)
+        if not found:
+            raise MissingTopic(topic)
+        return sorted(found)
+
+    async def assign(self, positions: Mapping[tuple[str, int], int]) -> None:
+        """Read these partitions from these offsets, forgetting what was assigned before."""
+        self._kafka.assign([TopicPartition(topic, part) for topic, part in positions])
+        for (topic, part), offset in positions.items():
+            self._kafka.seek(TopicPartition(topic, part), offset)
+
+    async def assign_from_start(self, topics: Iterable[str]) -> None:
+        """Read all partitions of these topics from their first offset that still exists."""
+        pairs = [(topic, part) for topic in topics for part in await self.partitions(topic)]
+        await self.assign(await self.start_offsets(pairs))
+
+    async def start_offsets(self, pairs: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        return await self._offsets(self._kafka.beginning_offsets, pairs)
+
+    async def end_offsets(self, pairs: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Next offset that a committed record can get, by partition."""
+        return await self._offsets(self._kafka.end_offsets, pairs)
+
+    async def _offsets(
+        self, ask: Any, pairs: Iterable[tuple[str, int]]
+    ) -> dict[tuple[str, int], int]:
+        found = await ask([TopicPartition(topic, part) for topic, part in pairs])
+        return {(tp.topic, tp.partition): offset for tp, offset in found.items()}
+
+    async def position(self, topic: str, partition: int) -> int:
+        """Next offset to read; moves past transaction markers, which are not records."""
+        return int(await self._kafka.position(TopicPartition(topic, partition)))
+
+    async def committed(self, topic: str, partition: int) -> tuple[int, str] | None:
+        """Offset and metadata that this reader's group committed."""
+        found = await self._kafka._coordinator.fetch_committed_offsets(
+            [TopicPartition(topic, partition)]
+        )
+        if TopicPartition(topic, partition) not in found:
+            return None
+        meta = found[TopicPartition(topic, partition)]
+        return int(meta.offset), str(meta.metadata)
+
+    async def poll(self, timeout_s: float = 0.2, max_records: int = 500) -> list[Record]:
+        """The next records of all assigned partitions, in order within each partition."""
+        found = await self._kafka.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
+        return [_record(raw) for records in found.values() for raw in records]
+
+    async def read_to_end(self) -> AsyncIterator[Record]:
+        """Every record up to the ends that the assigned partitions have now."""
+        assigned = [(tp.topic, tp.partition) for tp in self._kafka.assignment()]
+        ends = await self.end_offsets(assigned)
+        while await self._is_behind(ends):
+            for record in await self.poll():
+                if record.offset < ends[record.topic, record.partition]:
+                    yield record
+
+    async def _is_behind(self, ends: Mapping[tuple[str, int], int]) -> bool:
+        for (topic, partition), end in ends.items():
+            if await self.position(topic, partition) < end:
+                return True
+        return False
+
+
+@asynccontextmanager
+async def reader_from_start(bootstrap: str, *topics: str) -> AsyncIterator[Reader]:
+    """A reader at the start of all partitions of these topics."""
+    async with Reader(bootstrap) as reader:
+        await reader.assign_from_start(topics)
+        yield reader
+
+
+async def dead_letter(producer: Producer, topic: str, record: Record, reason: str) -> None:
+    """Keep a record that could not be used, whole, with the reason."""
+    await producer.send(
+        topic,
+        key=str(record),
+        message=DeadLetter(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=reason,
+            key=record.key,
+            value=record.value,
+            headers=record.headers,
+            at=record.timestamp,
+        ),
+    )
+
+
+async def create_topics(
+    bootstrap: str, specs: Iterable[TopicSpec], replication: int = 1
+) -> list[str]:
+    """Create what is missing and return the names created. Raises BrokerUnavailable."""
+    created = []
+    async with _admin(bootstrap) as admin:
+        for spec in specs:
+            topic = NewTopic(
+                name=spec.name,
+                num_partitions=spec.num_partitions,
+                replication_factor=replication,
+                topic_configs=dict(spec.config),
+            )
+            response = await admin.create_topics([topic])
+            for name, code, *_ in response.topic_errors:
+                if code == 0:
+                    created.append(name)
+                elif code != TopicAlreadyExistsError.errno:
+                    raise for_code(code)(f"cannot create topic {name}")
+    return created
+
+
+async def topic_differences(bootstrap: str, specs: Iterable[TopicSpec]) -> dict[str, list[str]]:
+    """What differs from the specs, by topic: `max.message.bytes: expected 33554432, found 1048588`.
+
+    An empty list means that the topic is as it should be.
+    """
+    differences: dict[str, list[str]] = {}
+    async with _admin(bootstrap) as admin:
+        existing = set(await admin.list_topics())
+        for spec in specs:
+            if spec.name not in existing:
+                differences[spec.name] = ["does not exist"]
+                continue
+            differences[spec.name] = await _differences(admin, spec)
+    return differences
+
+
+async def _differences(admin: AIOKafkaAdminClient, spec: TopicSpec) -> list[str]:
+    found: list[str] = []
+    (described,) = await admin.describe_topics([spec.name])
+    num_partitions = len(described["partitions"])
+    if num_partitions != spec.num_partitions:
+        found.append(f"partitions: expected {spec.num_partitions}, found {num_partitions}")
+    resource = ConfigResource(ConfigResourceType.TOPIC, spec.name)
+    (response,) = await admin.describe_configs([resource])
+    actual = {entry[0]: entry[1] for *_, entries in response.resources for entry in entries}
+    for name, expected in spec.config.items():
+        if actual.get(name) != expected:
+            found.append(f"{name}: expected {expected}, found {actual.get(name)}")
+    return found
+
+
+@asynccontextmanager
+async def _admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=20_000)
+    try:
+        await _start(admin, bootstrap)
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def _start(client: Any, bootstrap: str) -> None:
+    try:
+        await client.start()
+    except (KafkaConnectionError, NodeNotReadyError, OSError) as error:
+        stop = getattr(client, "stop", None) or client.close
+        await stop()
+        raise BrokerUnavailable(bootstrap) from error
+    except KafkaError as error:
+        raise BrokerUnavailable(bootstrap, error) from error
+
+
+def _record(raw: Any) -> Record:
+    return Record(
+        topic=raw.topic,
+        partition=raw.partition,
+        offset=raw.offset,
+        key=raw.key,
+        value=raw.value,
+        timestamp=raw.timestamp / 1000,
+        headers=tuple(raw.headers),
+    )
+
+
+async def wait_for_topics(bootstrap: str, topics: Iterable[str], deadline_s: float) -> None:
+    """Return when all topics exist, or raise MissingTopic after `deadline_s` seconds."""
+    end = asyncio.get_running_loop().time() + deadline_s
+    wanted = list(topics)
+    while True:
+        async with _admin(bootstrap) as admin:
+            missing = [topic for topic in wanted if topic not in set(await admin.list_topics())]
+        if not missing:
+            return
+        if asyncio.get_running_loop().time() > end:
+            raise MissingTopic(missing[0])
+        await asyncio.sleep(0.2)

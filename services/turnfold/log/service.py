@@ -1,0 +1,121 @@
+"""Runs one service as a process: health endpoints, metrics, logging, clean shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from turnfold.schemas.errors import UserError
+
+log = logging.getLogger("turnfold")
+
+
+class Health:
+    """What a service says about itself: not ready until it has said so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_ready = False
+        self.detail = "starting"
+
+    def ready(self, detail: str = "ready") -> None:
+        self.is_ready, self.detail = True, detail
+
+    def not_ready(self, detail: str) -> None:
+        self.is_ready, self.detail = False, detail
+
+
+Body = Callable[[Health, asyncio.Event], Awaitable[None]]
+"""The work of a service: runs until the event is set, then finishes what it holds and returns."""
+
+
+def run_service(
+    name: str, body: Body, *, health_port: int | None = None, log_level: str = "INFO"
+) -> None:
+    """Run `body` until it returns, SIGTERM or SIGINT. Exits 1 with one line on a known error.
+
+    A second signal ends the process at once. A broken invariant (any other exception) keeps its
+    traceback and exits 1: the supervisor starts the process again and the log replays.
+    """
+    configure_logging(log_level)
+    try:
+        asyncio.run(_run(name, body, health_port))
+    except UserError as error:
+        sys.exit(f"turnfold {name}: {error}")
+
+
+def configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    )
+    for noisy in ("aiokafka", "httpx", "httpcore", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+async def _run(name: str, body: Body, health_port: int | None) -> None:
+    health, stop = Health(name), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.warning("%s: second signal, leaving at once", name)
+            sys.exit(130)
+        log.info("%s: stopping", name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if health_port is None:
+        await body(health, stop)
+        return
+    server = _HealthServer(health_app(health), health_port)
+    serving = asyncio.create_task(server.serve())
+    try:
+        await body(health, stop)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def health_app(health: Health) -> Starlette:
+    """/healthz: alive; /readyz: 200 when ready, else 503 with the reason; /metrics: Prometheus."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_: Request) -> Response:
+        body = msgspec.json.encode({"service": health.name, "detail": health.detail})
+        status = 200 if health.is_ready else 503
+        return Response(body, status_code=status, media_type="application/json")
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)]
+    )
+
+
+class _HealthServer(uvicorn.Server):
+    """uvicorn inside our own loop; signals stay ours."""
+
+    def __init__(self, app: Starlette, port: int) -> None:
+        super().__init__(
+            uvicorn.Config(app, host="0.0.0.0", port=port, log_level="warning", lifespan="off")
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, get_args, overload
 
 import msgspec
 
@@ -33,15 +33,23 @@ def encode_json(message: Any) -> bytes:
     return _json_encoder.encode(message)
 
 
-def decode(kind: type[M], data: bytes, content_type: str | None = None) -> M:
+@overload
+def decode(kind: type[M], data: bytes, content_type: str | None = None) -> M: ...
+
+
+@overload
+def decode(kind: Any, data: bytes, content_type: str | None = None) -> Any: ...
+
+
+def decode(kind: Any, data: bytes, content_type: str | None = None) -> Any:
     """Decode one message of type `kind` (a Struct, or a union of tagged Structs).
 
     `content_type` is the Kafka header of that name; absent means msgpack. Raises CodecError.
     """
     is_json = content_type is not None and content_type.split(";")[0].strip() == JSON
-    decoder = _decoder(cast(Any, kind), is_json)
+    decoder = _decoder(kind, is_json)
     try:
-        return cast(M, decoder.decode(data))
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         wire = "JSON" if is_json else "msgpack"
         name = " | ".join(k.__name__ for k in get_args(kind) or (kind,))

@@ -15,6 +15,7 @@ class RunConfig(Wire, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     run_id: str = "default"
+    """Name of the run; several runs share the topics of a namespace."""
     group_size: int = 8
     """Rollouts of one task (verl: actor_rollout_ref.rollout.n)."""
     groups_per_batch: int = 8

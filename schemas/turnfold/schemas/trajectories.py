@@ -57,6 +57,8 @@ class TurnLedger(Wire, frozen=True, kw_only=True):
     row: int | None = None
     """Index of the row that trains it."""
     continuity: str = ""
+    finish_reason: str = ""
+    """As the engine said: stop, length or abort."""
 
     @property
     def is_balanced(self) -> bool:

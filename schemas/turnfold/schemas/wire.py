@@ -28,9 +28,10 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         _, components = msgspec.json.schema_components(
-            [cls], schema_hook=_packed_schema, ref_template="#/components/schemas/{name}"
+            [cls], schema_hook=_packed_schema, ref_template="{name}"
         )
-        return dict(components[cls.__name__])
+        # pydantic knows no references that it did not make itself, so nested messages go inline.
+        return dict(_inlined(components[cls.__name__], components))
 
 
 class Packed:
@@ -141,6 +142,20 @@ def decode_packed(kind: type, value: Any) -> Any:
     if isinstance(value, list):
         return kind.of(value)
     raise ValueError(f"{kind.__name__}: expected bytes or a list of numbers, got {type(value)}")
+
+
+def _inlined(schema: Any, components: dict[str, Any]) -> Any:
+    """The JSON schema with each `{"$ref": name}` replaced by what it names."""
+    if isinstance(schema, list):
+        return [_inlined(part, components) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(components[schema["$ref"]], components)
+    # The mapping of a discriminator would still hold references; each member names its own tag.
+    return {
+        name: _inlined(part, components) for name, part in schema.items() if name != "discriminator"
+    }
 
 
 def _packed_schema(kind: type) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from aiokafka.errors import (
     for_code,
 )
 
+from turnfold.log.records import Record as Record  # also part of this module's interface
 from turnfold.schemas import codec
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.errors import UserError
@@ -48,26 +49,6 @@ class MissingTopic(UserError):
 
     def __init__(self, topic: str) -> None:
         super().__init__(f"topic {topic} does not exist: run `turnfold topics create` first")
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A record as it lies in the log."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: bytes | None
-    value: bytes | None
-    timestamp: float
-    """Unix seconds."""
-    headers: tuple[tuple[str, bytes], ...] = ()
-
-    @property
-    def content_type(self) -> str | None:
-        return next((v.decode("latin-1") for k, v in self.headers if k == "content-type"), None)
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.partition}@{self.offset}"
 
 
 class Ack(msgspec.Struct, frozen=True):
@@ -198,15 +179,15 @@ class Reader:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._kafka.stop()
+        # aiokafka's stop raises the cancellation of its own fetch task while no broker answers; to
+        # our caller that would look like being cancelled itself.
+        await asyncio.gather(self._kafka.stop(), return_exceptions=True)
 
     async def partitions(self, topic: str) -> list[int]:
         """Partitions of a topic in order. Raises MissingTopic."""
-        await self._kafka._client.force_metadata_update()
-        found = self._kafka._client.cluster.partitions_for_topic(topic)
-        if not found:
-            await self._kafka._client.add_topic(topic)
-            found = self._kafka._client.cluster.partitions_for_topic(topic)
+        # Asking for one topic by name would create it where brokers create topics on demand.
+        cluster = await self._kafka._client.fetch_all_metadata()
+        found = cluster.partitions_for_topic(topic)
         if not found:
             raise MissingTopic(topic)
         return sorted(found)

@@ -8,9 +8,11 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import uvicorn
+from aiokafka.errors import ProducerFenced
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -60,13 +62,14 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
-    for noisy in ("aiokafka", "httpx", "httpcore", "uvicorn.access"):
+    for noisy in ("aiokafka", "httpx", "httpx2", "httpcore", "openai", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 async def _run(name: str, body: Body, health_port: int | None) -> None:
     health, stop = Health(name), asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_report_unless_fenced)
 
     def on_signal() -> None:
         if stop.is_set():
@@ -87,6 +90,13 @@ async def _run(name: str, body: Body, health_port: int | None) -> None:
     finally:
         server.should_exit = True
         await serving
+
+
+def _report_unless_fenced(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # A fenced producer leaves futures behind that nobody awaits; the service itself says it in one
+    # line.
+    if not isinstance(context.get("exception"), ProducerFenced):
+        loop.default_exception_handler(context)
 
 
 def health_app(health: Health) -> Starlette:

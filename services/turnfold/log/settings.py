@@ -16,6 +16,7 @@ class ServiceSettings(Wire, frozen=True, kw_only=True):
     health_port: int | None = None
     """Port of /healthz, /readyz and /metrics on host 0.0.0.0; none when unset."""
     log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
 
     @property
     def topics(self) -> Topics:

@@ -1,0 +1,25 @@
+"""A record as it lies in the log; importing this connects to nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A record as it lies in the log."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    timestamp: float
+    """Unix seconds."""
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def content_type(self) -> str | None:
+        return next((v.decode("latin-1") for k, v in self.headers if k == "content-type"), None)
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}@{self.offset}"

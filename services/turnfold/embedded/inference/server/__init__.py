@@ -1,0 +1,1 @@
+"""The HTTP in front of the engine."""

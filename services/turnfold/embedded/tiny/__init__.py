@@ -1,0 +1,1 @@
+"""A tiny language model that RL can teach, and the toy task that it is taught."""

@@ -50,11 +50,10 @@ def load(kind: type[S], environment: Mapping[str, str], /, **options: Any) -> S:
 
 
 def _converted(text: str, kind: Any, name: str) -> Any:
+    is_json = text.lstrip().startswith(("[", "{"))  # lists and mappings are written as JSON
     try:
+        if is_json:
+            return msgspec.json.decode(text.encode(), type=kind)
         return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
-        pass
-    try:  # lists and mappings are written as JSON
-        return msgspec.json.decode(text.encode(), type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise SettingsError(f"{name}={text!r}: {error}") from error

@@ -7,6 +7,7 @@ records only, so there is no group to rebalance and every position is the caller
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -28,6 +29,10 @@ from turnfold.schemas import codec
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
+
+# What it has to say about a broker that is away reaches the caller as an exception; the rest repeats
+# itself many times a second.
+logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 # The request that carries the largest message is a little larger than the message.
 _MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024 * 1024

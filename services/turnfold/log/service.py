@@ -62,7 +62,7 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
-    for noisy in ("aiokafka", "httpx", "httpx2", "httpcore", "openai", "uvicorn.access"):
+    for noisy in ("httpx", "httpx2", "httpcore", "openai", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 

@@ -1,0 +1,136 @@
+"""Why a client's history is not what was stored: one typed cause and the message where it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from turnfold.history.canonical import CosmeticRules, canonical_message, is_reasoning_edited
+from turnfold.schemas.events import Divergence
+from turnfold.schemas.messages import ChatMessage
+
+TOOL_ARGUMENTS_REORDERED = "tool_arguments_reordered"
+"""The same argument values, in another key order or number form."""
+WHITESPACE = "whitespace"
+"""Edge whitespace of assistant text."""
+REASONING_DROPPED = "reasoning_dropped"
+"""Reasoning that the model wrote did not come back."""
+CONTENT_EDITED = "content_edited"
+"""A message came back with other text, calls or role."""
+MESSAGE_REMOVED = "message_removed"
+"""A stored message is missing, later ones are still there; or the history ends early."""
+SYSTEM_CHANGED = "system_changed"
+"""The system message is another one."""
+TOOLS_CHANGED = "tools_changed"
+"""The set of tool schemas is another one."""
+COMPACTION = "compaction"
+"""Sampled turns were replaced by shorter text."""
+TEMPLATE_REWROTE_HISTORY = "template_rewrote_history"
+"""The chat template shows an earlier message differently now that others follow."""
+REPLY_REFORMATTED = "reply_reformatted"
+"""The template writes the parsed reply otherwise than the model did: spacing, markup, line breaks."""
+RETOKENIZED = "retokenized"
+"""The text is equal, but the sampled tokens are not those that it encodes to."""
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference that does not count, at a message of the request."""
+
+    message_index: int
+    cause: str
+
+
+def cosmetic_differences(
+    pairs: Iterable[tuple[ChatMessage, ChatMessage]],
+) -> tuple[Difference, ...]:
+    """How canonically equal messages (stored, incoming) differ all the same, first message first."""
+    return tuple(
+        Difference(index, cause)
+        for index, (stored, incoming) in enumerate(pairs)
+        if stored is not incoming and stored.role == "assistant"
+        for cause in _causes(stored, incoming)
+    )
+
+
+def _causes(stored: ChatMessage, incoming: ChatMessage) -> Iterable[str]:
+    if stored.content != incoming.content:
+        yield WHITESPACE
+    if stored.reasoning and not incoming.reasoning:
+        yield REASONING_DROPPED
+    elif stored.reasoning != incoming.reasoning:
+        yield WHITESPACE
+    if _written_arguments(stored) != _written_arguments(incoming):
+        yield TOOL_ARGUMENTS_REORDERED
+
+
+def _written_arguments(message: ChatMessage) -> list[bytes]:
+    # Encoded in the order of the keys: two dicts are equal whatever their order.
+    return [msgspec.json.encode(call.arguments) for call in message.tool_calls]
+
+
+def is_identical(stored: ChatMessage, incoming: ChatMessage) -> bool:
+    """Whether two messages are equal to the letter, the key order of arguments included."""
+    return stored == incoming and _written_arguments(stored) == _written_arguments(incoming)
+
+
+def explain_edit(
+    stored: Sequence[ChatMessage],
+    incoming: Sequence[ChatMessage],
+    num_common: int,
+    rules: CosmeticRules,
+) -> Divergence:
+    """Why the request stops being the stored history after `num_common` equal messages."""
+    cause = _edit_cause(stored, incoming, num_common, rules)
+    return Divergence(cause=cause, message_index=num_common)
+
+
+def _edit_cause(
+    stored: Sequence[ChatMessage],
+    incoming: Sequence[ChatMessage],
+    at: int,
+    rules: CosmeticRules,
+) -> str:
+    if at >= len(incoming):
+        return MESSAGE_REMOVED
+    if at >= len(stored):
+        return UNKNOWN
+    ours, theirs = stored[at], incoming[at]
+    if "system" in (ours.role, theirs.role):
+        return SYSTEM_CHANGED
+    if _contains(stored[at + 1 :], theirs, rules):
+        return MESSAGE_REMOVED
+    if _replaces_turns(stored[at:], incoming[at:]):
+        return COMPACTION
+    if ours.role == theirs.role == "assistant":
+        return _assistant_cause(ours, theirs, rules)
+    return CONTENT_EDITED
+
+
+def _assistant_cause(ours: ChatMessage, theirs: ChatMessage, rules: CosmeticRules) -> str:
+    """Under rules that heal less, a difference may be cosmetic in kind and still break the match."""
+    heals_all = CosmeticRules()
+    is_cosmetic = canonical_message(ours, heals_all) == canonical_message(theirs, heals_all)
+    if not is_cosmetic or is_reasoning_edited(ours, theirs):
+        return CONTENT_EDITED
+    return next(iter(_causes(ours, theirs)), UNKNOWN)
+
+
+def _contains(messages: Sequence[ChatMessage], wanted: ChatMessage, rules: CosmeticRules) -> bool:
+    form = canonical_message(wanted, rules)
+    return any(
+        message.role == wanted.role and canonical_message(message, rules) == form
+        for message in messages
+    )
+
+
+def _replaces_turns(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> bool:
+    """Whether sampled turns went away and nothing of their kind came instead."""
+    return _count_assistant(stored) > 1 and _count_assistant(incoming) == 0
+
+
+def _count_assistant(messages: Sequence[ChatMessage]) -> int:
+    return sum(message.role == "assistant" for message in messages)

@@ -1,0 +1,168 @@
+"""Messages to text to tokens and back, with the model's own chat template and tokenizer."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+
+from turnfold.history.canonical import canonical_arguments
+from turnfold.history.errors import RenderError
+from turnfold.history.sequences import Ids
+from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
+
+
+class Renderer(Protocol):
+    """What healing needs to know of a model: its template and its tokenizer.
+
+    Implementations are functions of their arguments and safe to call from several threads.
+    """
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of added tokens: turn markers, tool markers. Text never merges across them."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The conversation as the template writes it. Raises RenderError."""
+        ...
+
+    def encode(self, text: str) -> Ids:
+        """Token ids of the text, uint32; markers in the text become their ids, nothing is added."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """Text of the ids, markers included."""
+        ...
+
+    def __hash__(self) -> int:
+        """By identity: what is learnt of a template is kept per renderer."""
+        ...
+
+
+class TemplateRenderer:
+    """A renderer made of a tokenizer and the text of a chat template.
+
+    `special_tokens` are names and strings that the template may use (`bos_token`, `eos_token`, …),
+    `template_options` are further variables (`enable_thinking`, …), `today` is the date that a
+    template prints when it asks for one; no clock is read here.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        today: datetime.date | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._variables: dict[str, Any] = {
+            "bos_token": "",
+            "eos_token": "",
+            **(special_tokens or {}),
+            **(template_options or {}),
+            "strftime_now": _strftime(today),
+        }
+        self._dialect = _Dialect(chat_template)
+        self.special_ids = frozenset(map(int, tokenizer.get_added_tokens_decoder()))
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The conversation as the template writes it. Raises RenderError."""
+        # transformers takes a second to import, and only a gateway renders.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        conversation = [self._dialect.message(message) for message in messages]
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[conversation],
+                tools=list(tools) if tools else None,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (
+            Exception
+        ) as error:  # a template may raise anything: it is code of the model's author
+            raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
+        text: str = rendered[0]
+        return text
+
+    def encode(self, text: str) -> Ids:
+        """Token ids of the text, uint32; markers in the text become their ids, nothing is added."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
+
+    def decode(self, ids: Ids) -> str:
+        """Text of the ids, markers included."""
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return text
+
+
+class _Dialect:
+    """How messages become the dicts that one template reads."""
+
+    def __init__(self, chat_template: str) -> None:
+        # gpt-oss reads reasoning under `thinking`, all others under `reasoning_content`.
+        self._reads_thinking = re.search(r"\.thinking\b|[\"']thinking[\"'] in", chat_template)
+        # Mistral refuses call ids that are not nine characters long.
+        self._wants_nine_characters = "length != 9" in chat_template
+
+    def message(self, message: ChatMessage) -> dict[str, Any]:
+        """ChatMessage → the OpenAI shape that templates expect; absent things have no key."""
+        form: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.name:
+            form["name"] = message.name
+        if message.tool_call_id:
+            form["tool_call_id"] = self._call_id(message.tool_call_id)
+        if message.tool_calls:
+            form["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if message.reasoning:
+            form["reasoning_content"] = message.reasoning
+            # gpt-oss shows either the text beside a call or the reasoning, and refuses both.
+            if self._reads_thinking and not (message.tool_calls and message.content):
+                form["thinking"] = message.reasoning
+        return form
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = call.arguments
+        if isinstance(arguments, str):
+            parsed = canonical_arguments(call)
+            # Templates walk the keys; text that is no object still has to be shown.
+            arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": self._call_id(call.id), "type": "function", "function": function}
+
+    def _call_id(self, call_id: str) -> str:
+        if not self._wants_nine_characters or re.fullmatch(r"[a-zA-Z0-9]{9}", call_id):
+            return call_id
+        alphabet = string.digits + string.ascii_letters
+        digest = hashlib.blake2b(call_id.encode(), digest_size=9).digest()
+        return "".join(alphabet[byte % len(alphabet)] for byte in digest)
+
+
+def _strftime(today: datetime.date | None) -> Callable[[str], str]:
+    def strftime_now(form: str) -> str:
+        if today is None:
+            raise RenderError("the template prints the date, but no `today` was given")
+        return today.strftime(form)
+
+    return strftime_now

@@ -1,0 +1,127 @@
+"""The text of saved tokens, piece by piece, and whether a render still shows that text.
+
+Each turn's prompt tail and output are decoded once; comparing them with a render is a memory
+comparison, so checking 100k tokens costs microseconds and encodes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from turnfold.history.render import Renderer
+from turnfold.history.sequences import Ids, Span
+from turnfold.history.session import Session
+
+CONTEXT_TOKENS = 4
+"""Tokens before a piece that are decoded with it: some tokenizers drop a space at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The text of one span of the saved tokens."""
+
+    span: Span
+    ids: Ids
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece stands in a render: render[start:end]."""
+
+    start: int
+    end: int
+    is_shown: bool
+    """The whole text of the piece is there, to the character."""
+
+
+def saved_pieces(session: Session, renderer: Renderer, turn_id: str, ids: Ids) -> list[Piece]:
+    """The full sequence of the turn as texts, cut where prompt and output meet.
+
+    `ids` is `session.sequences.full(turn_id)`. Decoded pieces are cached on the session.
+    """
+    pieces = []
+    for span in session.sequences.spans(turn_id):
+        key = (span.turn_id, span.is_output)
+        is_whole = span.stop == _end(session, span)
+        text = session.texts.get(key) if is_whole else None
+        if text is None:
+            text = _decode_within(renderer, ids, span.start, span.stop)
+            if is_whole:
+                session.texts[key] = text
+        pieces.append(Piece(span, ids[span.start : span.stop], text))
+    return pieces
+
+
+def align(pieces: Sequence[Piece], render: str, opening: str) -> list[Place] | None:
+    """Where each saved piece stands in a render of the same conversation.
+
+    A reply may be shown in another form: it then has an empty place, and the next prompt piece is
+    searched for. A prompt piece must appear verbatim, but for the generation opening at its end;
+    None when one does not, so that the template shows another past than the model saw.
+
+        saved   <user>q1<assistant> | sampled one | <user>q2<assistant> | sampled two
+        render  <user>q1<assistant>   shown one     <user>q2<assistant>   sampled two …
+        shown         True               False            True               True
+    """
+    places: list[Place] = []
+    at = 0
+    for piece in pieces:
+        place = _place(piece, render, at, opening)
+        if place is None:
+            return None
+        places.append(place)
+        at = place.end
+    return places
+
+
+def is_end_certain(places: Sequence[Place], render: str) -> bool:
+    """Whether the saved text ends where the last piece ends in the render.
+
+    So it is when all pieces are shown. After one that is not, the last two must be found once only:
+    a short piece that was searched for could stand too early.
+    """
+    if not places[-1].is_shown:
+        return False
+    if all(place.is_shown for place in places):
+        return True
+    start = places[-2].start if len(places) > 1 else 0
+    return render.find(render[start : places[-1].end], start + 1) < 0
+
+
+def is_prompt_shown_but_for_whitespace(pieces: Sequence[Piece], render: str, opening: str) -> bool:
+    """Whether a template rewrote no more than whitespace of what was put before the model.
+
+    Some add a line break after a tool result once another message follows it.
+    """
+    bare = [replace(piece, text=_without_whitespace(piece.text)) for piece in pieces]
+    return align(bare, _without_whitespace(render), _without_whitespace(opening)) is not None
+
+
+def _without_whitespace(text: str) -> str:
+    return "".join(text.split())
+
+
+def _place(piece: Piece, render: str, at: int, opening: str) -> Place | None:
+    if render.startswith(piece.text, at):
+        return Place(at, at + len(piece.text), True)
+    if piece.span.is_output:
+        return Place(at, at, False)
+    shown = piece.text.removesuffix(opening) if opening else piece.text
+    is_first = piece.span.start == 0
+    found = render.find(shown, 0, len(shown)) if is_first else render.find(shown, at)
+    return Place(found, found + len(shown), False) if found >= 0 else None
+
+
+def _end(session: Session, span: Span) -> int:
+    sequences = session.sequences
+    return (sequences.length if span.is_output else sequences.prompt_length)(span.turn_id)
+
+
+def _decode_within(renderer: Renderer, ids: Ids, start: int, stop: int) -> str:
+    before = max(0, start - CONTEXT_TOKENS)
+    if before == start:
+        return renderer.decode(ids[start:stop])
+    context = renderer.decode(ids[before:start])
+    return renderer.decode(ids[before:stop])[len(context) :]

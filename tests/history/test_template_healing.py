@@ -1,0 +1,268 @@
+"""Healing with a real byte-level tokenizer and a template that takes old reasoning back."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from turnfold.history.errors import RenderError
+from turnfold.history.render import TemplateRenderer
+from turnfold.history.template_facts import template_facts
+from turnfold.schemas.messages import ChatMessage, ToolCall
+
+SYSTEM = ChatMessage(role="system", content="You are a helpful assistant.")
+CALL = ToolCall(name="get_weather", arguments={"city": "Paris", "days": 3}, id="call_1")
+CALL_TEXT = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+)
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage(role="user", content=text)
+
+
+def assistant(text: str = "", calls: tuple[ToolCall, ...] = (), reasoning: str = "") -> ChatMessage:
+    return ChatMessage(role="assistant", content=text, tool_calls=calls, reasoning=reasoning)
+
+
+def tool(text: str) -> ChatMessage:
+    return ChatMessage(role="tool", content=text, tool_call_id="call_1")
+
+
+def test_opening_and_closers_are_learnt_from_the_template(bpe: TemplateRenderer) -> None:
+    facts = template_facts(bpe)
+    assert facts.opening == "<|im_start|>assistant\n"
+    assert facts.closers == {bpe.encode("<|im_end|>")[0]}
+
+
+@pytest.mark.parametrize("closer", ["<|im_end|>", "", "<|im_end|>\n"])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_spliced_prompt_reads_as_the_template_renders(
+    bpe: TemplateRenderer, converse: Any, split: Any, closer: str, is_split: bool
+) -> None:
+    chat = converse(bpe)
+    said = [SYSTEM, user("Find the weather")]
+    reply = assistant("Hello there", (CALL,))
+    chat.turn(said, split(bpe, "Hello there\n" + CALL_TEXT + closer, lambda _: is_split), reply)
+    said += [reply, tool("sunny")]
+    plan = chat.turn(said, "The weather is sunny.<|im_end|>", assistant("The weather is sunny."))
+    assert bpe.decode(plan.prompt_ids) == bpe.render(said, None, True)
+    assert plan.num_renders == 1
+    assert plan.continuity == ("healed" if is_split else "extended")
+    assert len(chat.rows()) == 1
+
+
+@pytest.mark.parametrize("closer", ["<|im_end|>", "", "<|im_end|>\n"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        CALL_TEXT.replace(": ", ":").replace(", ", ","),
+        CALL_TEXT.replace("\n", ""),
+        "<think>\n\n</think>\n\n" + CALL_TEXT,
+        CALL_TEXT + "\n",
+        "Hello\n\n" + CALL_TEXT,
+    ],
+)
+def test_call_written_in_another_form_is_closed_once(
+    bpe: TemplateRenderer, converse: Any, written: str, closer: str
+) -> None:
+    chat = converse(bpe)
+    said = [SYSTEM, user("Find the weather")]
+    reply = assistant("Hello" if written.startswith("Hello") else "", (CALL,))
+    chat.turn(said, written + closer, reply)
+    plan = chat.turn([*said, reply, tool("sunny")], "It is sunny.<|im_end|>")
+    after = bpe.decode(plan.prompt_ids).removeprefix(bpe.render(said, None, True) + written)
+    assert after == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert plan.continuity == "healed"
+    assert plan.num_renders == 2
+
+
+def test_tool_result_that_looks_like_call_syntax_is_not_cut(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    chat = converse(bpe)
+    said = [SYSTEM, user("Find the weather")]
+    reply = assistant("", (CALL,))
+    for number, answer in enumerate(("}", "</tool_call>", "<|im_end|>", "}}\n</tool_call>")):
+        chat.turn(said, CALL_TEXT.replace(": ", ":") + "<|im_end|>", reply)
+        said = [*said, reply, tool(answer)]
+        tail = bpe.decode(chat.plan(said).prompt_tail.array)
+        assert tail == (
+            f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        ), number
+    assert len(chat.rows()) == 1
+
+
+def test_repeated_short_messages_are_told_apart_where_replies_are_shown_otherwise(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """The same question and answer again and again, after a reply that the template shortens."""
+    chat = converse(bpe)
+    said = [user("hello")]
+    reply = assistant("ok", reasoning="The user is there")
+    chat.turn(said, "<think>\nThe user is there\n</think>\n\nok<|im_end|>", reply)
+    for _ in range(4):
+        said = [*said, reply, user("hello")]
+        reply = assistant("ok")
+        plan = chat.turn(said, "ok<|im_end|>", reply)
+        text = bpe.decode(plan.prompt_ids)
+        assert text.count("hello") == len(said) // 2 + 1
+        assert text.count("<|im_end|>") == text.count("<|im_start|>") - 1
+    assert len(chat.rows()) == 1
+
+
+def test_reasoning_that_the_template_takes_back_is_kept(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    chat = converse(bpe)
+    said = [SYSTEM, user("hello")]
+    for question in ("thanks", "weather"):
+        reply = assistant("Hello there.", reasoning="The user is there")
+        chat.turn(said, "<think>\nThe user is there\n</think>\n\nHello there.<|im_end|>", reply)
+        said = [*said, reply, user(question)]
+    chat.turn(said, "It is sunny.<|im_end|>")
+    assert chat.continuities() == ["first", "healed", "healed"]
+    assert chat.causes() == [None, "template_rewrote_history", "template_rewrote_history"]
+    assert len(chat.rows()) == 1
+    assert bpe.decode(chat.session.sequences.prompt("t2")).count("The user is there") == 2
+
+
+def test_reasoning_within_a_tool_loop_extends(bpe: TemplateRenderer, converse: Any) -> None:
+    chat = converse(bpe)
+    said = [SYSTEM, user("Find the weather")]
+    reply = assistant("", (CALL,), "read the weather")
+    chat.turn(said, f"<think>\nread the weather\n</think>\n\n{CALL_TEXT}<|im_end|>", reply)
+    chat.turn([*said, reply, tool("sunny")], "Sunny.<|im_end|>")
+    assert chat.continuities() == ["first", "extended"]
+
+
+def test_tree_mode_tells_what_the_template_took_back(bpe: TemplateRenderer, converse: Any) -> None:
+    chat = converse(bpe, mode="tree")
+    said = [SYSTEM, user("hello")]
+    reply = assistant("Hello there.", reasoning="The user is there")
+    chat.turn(said, "<think>\nThe user is there\n</think>\n\nHello there.<|im_end|>", reply)
+    plan = chat.turn([*said, reply, user("thanks")], "Yes.<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("forked", "template_rewrote_history")
+    assert plan.shared_len == chat.session.sequences.prompt_length("t0")
+
+
+def test_output_cut_inside_a_character_is_kept(bpe: TemplateRenderer, converse: Any) -> None:
+    chat = converse(bpe)
+    cut = bpe.encode("Hello Zü").tolist()[:-1]
+    chat.turn([user("hello")], cut, assistant("Hello Z"))
+    plan = chat.turn([user("hello"), assistant("Hello Z"), user("thanks")], "Yes.<|im_end|>")
+    start = len(bpe.encode(bpe.render([user("hello")], None, True)))
+    assert plan.prompt_ids.tolist()[start : start + len(cut)] == cut
+    assert bpe.decode(plan.prompt_tail.array).startswith("<|im_end|>\n<|im_start|>user\nthanks")
+
+
+def test_empty_output_is_closed(bpe: TemplateRenderer, converse: Any) -> None:
+    chat = converse(bpe)
+    chat.turn([user("hello")], [], assistant(""))
+    said = [user("hello"), assistant(""), user("thanks")]
+    plan = chat.turn(said, "Yes.<|im_end|>")
+    assert bpe.decode(plan.prompt_ids) == bpe.render(said, None, True)
+
+
+def test_reply_that_is_a_prefix_of_a_mark_is_closed_with_the_whole_mark(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    chat = converse(bpe)
+    chat.turn([user("hello")], "a <", assistant("a <"))
+    said = [user("hello"), assistant("a <"), user("thanks")]
+    plan = chat.turn(said, "Yes.<|im_end|>")
+    assert plan.prompt_ids.tolist() == bpe.encode(bpe.render(said, None, True)).tolist()
+
+
+def test_template_error_names_what_the_template_said() -> None:
+    renderer = TemplateRenderer(
+        Tokenizer(models.BPE()), "{{ raise_exception('roles must alternate') }}"
+    )
+    with pytest.raises(RenderError, match="TemplateError: roles must alternate"):
+        renderer.render([user("hello")], None, True)
+
+
+def test_template_prints_the_given_date_and_reads_no_clock() -> None:
+    template = "{{ strftime_now('%d %B %Y') }}"
+    dated = TemplateRenderer(Tokenizer(models.BPE()), template, today=datetime.date(2026, 1, 2))
+    assert dated.render([user("hello")], None, True) == "02 January 2026"
+    undated = TemplateRenderer(Tokenizer(models.BPE()), template)
+    with pytest.raises(RenderError, match="no `today` was given"):
+        undated.render([user("hello")], None, True)
+
+
+def test_messages_reach_the_template_in_the_shape_of_the_chat_api() -> None:
+    renderer = TemplateRenderer(Tokenizer(models.BPE()), "{{ messages | tojson }}")
+    raw = ToolCall(name="run", arguments="ls -la", id="call_2")
+    messages = [assistant("", (CALL, raw), "why"), tool("sunny")]
+    assert renderer.render(messages, None, False) == (
+        '[{"role": "assistant", "content": "", "tool_calls": ['
+        '{"id": "call_1", "type": "function", "function": '
+        '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}}, '
+        '{"id": "call_2", "type": "function", "function": '
+        '{"name": "run", "arguments": {"_raw": "ls -la"}}}], "reasoning_content": "why"}, '
+        '{"role": "tool", "content": "sunny", "tool_call_id": "call_1"}]'
+    )
+
+
+def test_call_ids_are_shortened_for_templates_that_demand_nine_characters() -> None:
+    template = (
+        "{% if messages[1].tool_call_id | length != 9 %}{{ raise_exception('length') }}{% endif %}"
+        "{{ messages | tojson }}"
+    )
+    renderer = TemplateRenderer(Tokenizer(models.BPE()), template)
+    rendered = renderer.render([assistant("", (CALL,)), tool("sunny")], None, False)
+    [call_id, answered] = [part.split('"')[0] for part in rendered.split('id": "')[1:]]
+    assert call_id == answered
+    assert len(call_id) == 9
+    assert call_id.isalnum()
+
+
+def test_tree_parent_goes_by_tokens_though_the_messages_match(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """A client that leaves reasoning out continues the turn in messages, not in tokens."""
+    chat = converse(bpe, mode="tree")
+    said = [SYSTEM, user("Find the weather")]
+    text = f"<think>\nread the weather\n</think>\n\n{CALL_TEXT}<|im_end|>"
+    chat.turn(said, text, assistant("", (CALL,), "read the weather"))
+    plan = chat.turn([*said, assistant("", (CALL,)), tool("sunny")], "Sunny.<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("forked", "reasoning_dropped")
+    assert plan.shared_len == chat.session.sequences.prompt_length("t0")
+    assert len(chat.rows()) == 2
+
+
+def test_reasoning_opened_by_the_generation_prompt_stays_inside_its_block(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """The opening ends with <think>, so the sampled text holds the closing marker only."""
+    template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+    opened = TemplateRenderer(
+        bpe._tokenizer,
+        template.replace(
+            "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}",
+            "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n' }}",
+        ),
+    )
+    assert template_facts(opened).opening == "<|im_start|>assistant\n<think>\n"
+    chat = converse(opened)
+    said = [SYSTEM, user("Find the weather")]
+    reply = assistant("", (CALL,), "read the weather")
+    chat.turn(said, f"read the weather\n</think>\n\n{CALL_TEXT}<|im_end|>", reply)
+    said = [*said, reply, tool("sunny")]
+    plan = chat.turn(said, "I know\n</think>\n\nSunny.<|im_end|>", assistant("Sunny."))
+    assert opened.decode(plan.prompt_ids) == opened.render(said, None, True)
+    said = [*said, assistant("Sunny."), user("thanks")]
+    plan = chat.turn(said, "I know\n</think>\n\nSunny.<|im_end|>", assistant("Sunny."))
+    text = opened.decode(plan.prompt_ids)
+    assert text.count("<think>") == 3
+    assert text.count("</think>") == 2
+    assert len(chat.rows()) == 1

@@ -1,0 +1,5 @@
+"""`python -m turnfold.gateway`."""
+
+from turnfold.gateway.cli import main
+
+main()

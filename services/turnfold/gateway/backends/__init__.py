@@ -1,0 +1,1 @@
+"""Engines that sample: token ids in, token ids with logprobs out."""

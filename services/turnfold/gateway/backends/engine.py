@@ -1,0 +1,66 @@
+"""What the gateway asks of an engine and what it must get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from turnfold.gateway.calls import CallParams
+from turnfold.schemas.events import VersionSpan
+from turnfold.schemas.wire import Logprobs, TokenIds, Wire
+
+
+class GenerateRequest(Wire, frozen=True, kw_only=True):
+    """One call to an engine."""
+
+    request_id: str
+    session_id: str
+    """Calls of one session go to one replica, where their prefix is cached."""
+    prompt_ids: TokenIds
+    max_tokens: int
+    temperature: float
+    params: CallParams
+    """Everything else that the agent asked for; max_tokens and temperature above win."""
+
+
+class Generation(Wire, frozen=True, kw_only=True):
+    """A sample, exactly as the engine returned it, and checked."""
+
+    output_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    policy_versions: tuple[VersionSpan, ...] = ()
+
+
+EngineFailure = Literal[
+    "engine_unavailable", "engine_error", "engine_refused", "invalid_output", "aborted"
+]
+
+
+class EngineError(Exception):
+    """No usable sample came; nothing of it is recorded."""
+
+    def __init__(self, reason: EngineFailure, message: str) -> None:
+        super().__init__(message)
+        self.reason: EngineFailure = reason
+
+    @property
+    def is_retriable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.reason in ("engine_unavailable", "engine_error", "aborted")
+
+
+class Engines(Protocol):
+    """One or more replicas of one model behind one kind of server."""
+
+    urls: Sequence[str]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample. Raises EngineError. Cancelling it aborts the request at the engine."""
+
+    async def max_context_tokens(self) -> int | None:
+        """Limit of prompt plus output, the smallest of all replicas; None when none says."""
+
+    async def aclose(self) -> None:
+        """Let go of all connections."""

@@ -1,0 +1,99 @@
+"""A model call and its answer in the one form that all protocols are translated to and from."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from turnfold.schemas.messages import ChatMessage, Tool
+from turnfold.schemas.wire import Wire
+
+
+class CallParams(Wire, frozen=True, kw_only=True):
+    """How to sample; None is the rollout's own setting."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """The reply ends before the first of these; the tokens that spell it are recorded all the same."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ModelCall(Wire, frozen=True, kw_only=True):
+    """What an agent asked for."""
+
+    protocol: str
+    """openai_chat, openai_responses or anthropic_messages."""
+    model: str
+    """Name that the agent gave; echoed, it does not choose an engine."""
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    is_calling_allowed: bool = True
+    """False when the agent offers tools and forbids their use in this turn."""
+    params: CallParams = CallParams()
+    is_streamed: bool = False
+    is_usage_streamed: bool = False
+    has_logprobs: bool = False
+    """The agent wants the logprobs of the sampled tokens."""
+
+
+class TokenLogprob(Wire, frozen=True, kw_only=True):
+    """A sampled token for a client that asked for logprobs."""
+
+    text: str
+    logprob: float
+
+
+class Answer(Wire, frozen=True, kw_only=True):
+    """A recorded turn as a protocol shows it; the same turn always gives the same answer."""
+
+    turn_id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    reply: ChatMessage
+    finish_reason: str
+    """stop or length."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1, 1.0),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+}
+
+
+def biasing_params(params: CallParams) -> dict[str, Any]:
+    """Settings, by name, under which the recorded logprobs are not those of the policy itself.
+
+    >>> biasing_params(CallParams(top_p=0.9, top_k=-1))
+    {'top_p': 0.9}
+    """
+    given = {name: getattr(params, name) for name in _NEUTRAL}
+    return {name: value for name, value in given.items() if value not in _NEUTRAL[name]}
+
+
+def request_digest(call: ModelCall) -> str:
+    """sha256 of the call: a client that repeats a request repeats the digest.
+
+    Whether the answer is streamed makes no difference to what is sampled. Raises OverflowError when
+    a number does not fit the log.
+    """
+    plain = msgspec.structs.replace(call, is_streamed=False, is_usage_streamed=False)
+    return hashlib.sha256(msgspec.msgpack.encode(plain)).hexdigest()

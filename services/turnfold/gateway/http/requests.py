@@ -1,0 +1,49 @@
+"""Reading requests: bodies within a limit, JSON bodies of one type, keys."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from turnfold.gateway.refusals import Refusal, invalid
+
+B = TypeVar("B")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises Refusal when it is larger than `limit` bytes."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise Refusal("too_large", f"the body is larger than {limit} bytes", code="too_large")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def decode(body: bytes, kind: type[B]) -> B:
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`") or None
+        raise invalid(f"{param}: {what}" if param else what, param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error
+
+
+def bearer(request: Request) -> str:
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_retry(request: Request) -> bool:
+    """SDKs made by Stainless say how often they have sent a request before."""
+    return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+
+
+async def until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

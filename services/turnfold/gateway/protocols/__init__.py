@@ -1,0 +1,1 @@
+"""Wire formats of the model APIs: pure translations to and from `turnfold.gateway.calls`."""

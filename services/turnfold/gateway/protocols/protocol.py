@@ -1,0 +1,31 @@
+"""What the gateway needs of a protocol; a module with these names is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from turnfold.gateway.calls import Answer, ModelCall
+from turnfold.gateway.refusals import Refusal
+
+
+class ModelProtocol(Protocol):
+    """Translates one protocol; has no state and does no I/O."""
+
+    NAME: str
+    """As recorded on the turn."""
+
+    def read_call(self, body: bytes) -> ModelCall:
+        """The request. Raises Refusal naming the field that is wrong or not supported."""
+
+    def answer_body(self, answer: Answer) -> bytes:
+        """The whole response, as JSON."""
+
+    def answer_events(self, answer: Answer, is_usage_included: bool) -> Iterator[bytes]:
+        """The response as server-sent events, the closing one included."""
+
+    def error_body(self, refusal: Refusal, request_id: str) -> bytes:
+        """The error object of the protocol, as JSON."""
+
+    def error_event(self, refusal: Refusal, request_id: str) -> bytes:
+        """The error as the last server-sent event of a response that has begun."""

@@ -1,0 +1,1 @@
+"""The policy relay: new weights from the log into every engine."""

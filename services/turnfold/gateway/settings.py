@@ -1,0 +1,49 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from turnfold.log.settings import ServiceSettings
+from turnfold.schemas.events import HistoryMode, NonlinearPolicy
+
+
+class Settings(ServiceSettings, frozen=True, kw_only=True):
+    """Settings of the gateway; see `turnfold.schemas.settings.load`."""
+
+    model: str = ""
+    """Directory with tokenizer.json and the chat template of the model that the engines serve."""
+    model_name: str = ""
+    """Name in /v1/models; the directory's name when unset."""
+    engines: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Base URLs of the inference engines, all serving the same model."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8080
+    """Port to listen on; 0 takes a free one."""
+    public_url: str = ""
+    """URL under which agents reach the gateway; taken from each request when unset."""
+    control_key: str = ""
+    """Key of the control API, which starts and scores rollouts."""
+    key_secret: str = ""
+    """Secret that signs session keys; the same on all gateways of one log."""
+    key_ttl_s: int = 86_400
+    """Seconds that a session key is good for, beyond the rollout's own time limit."""
+    history_mode: HistoryMode = "linear"
+    """Mode of rollouts that do not name one."""
+    nonlinear: NonlinearPolicy = "reset"
+    """Policy of rollouts that do not name one."""
+    reply_format: str = ""
+    """How the model writes reasoning and tool calls (qwen, reasoning, plain); found from the template when unset."""
+    engine_timeout_s: float = 600.0
+    """Longest wait for one reply of an engine."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    """Largest request body."""
+    max_rollouts: int = 2000
+    """Rollouts held in memory; others are read back from the log when they call."""
+    stream_keepalive_s: float = 10.0
+    """Silence in a streamed response after which a comment is sent."""
+    drain_s: float = 20.0
+    """Time that running requests get when the gateway stops."""
+
+
+DEV_SECRET = "turnfold-dev"
+"""Control key and signing secret under `--dev`: known to everybody, for one machine only."""

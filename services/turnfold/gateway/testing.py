@@ -1,0 +1,230 @@
+"""For tests and benchmarks: an engine that answers what it is told, and gateways to put before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turnfold.gateway.app import listen, model_and_format, serve
+from turnfold.gateway.settings import Settings
+from turnfold.log.service import Health
+
+_START_TIMEOUT_S = 60.0
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """One answer of the scripted engine; the defaults are what a healthy engine says."""
+
+    ids: list[int]
+    logprobs: list[float | None] | None = None
+    """-0.5 for each id when None."""
+    finish_reason: str = "stop"
+    stop_reason: int | str | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+    status: int = 200
+    body: bytes | None = None
+    """Sent as it is instead of all the above."""
+    is_connection_dropped: bool = False
+    release: threading.Event | None = None
+    """When given, the answer waits for it."""
+
+
+class ScriptedEngine:
+    """A server with vLLM's generate route that answers from a list, on a thread of its own.
+
+    with ScriptedEngine() as engine:
+        engine.script(Reply(ids=[7, 8]))
+        ...
+        assert engine.requests[0]["token_ids"] == [1, 2, 3]
+
+    With an empty list it answers `default`.
+    """
+
+    def __init__(self, *, max_model_len: int = 100_000, port: int = 0) -> None:
+        self.max_model_len = max_model_len
+        self.requests: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.default = Reply(ids=[5])
+        self._replies: deque[Reply] = deque()
+        self._port = port
+
+    def script(self, *replies: Reply) -> None:
+        """Answers of the next calls, in order."""
+        self._replies.extend(replies)
+
+    def __enter__(self) -> Self:
+        listening = listen("127.0.0.1", self._port)
+        self._port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        config = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve([listening])), daemon=True
+        )
+        self._thread.start()
+        _wait_until(lambda: self._server.started, "the scripted engine does not start")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close the port and all connections."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(10)
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/inference/v1/abort_requests", self._abort, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+            ]
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        self.requests.append(msgspec.json.decode(await request.body()))
+        reply = self._replies.popleft() if self._replies else self.default
+        if reply.release is not None:
+            await asyncio.to_thread(reply.release.wait, 30)
+        if reply.is_connection_dropped:
+            _drop_connection(request)
+        body = reply.body if reply.body is not None else _generate_body(reply)
+        return Response(body, reply.status, media_type="application/json")
+
+    async def _abort(self, request: Request) -> Response:
+        self.aborted += msgspec.json.decode(await request.body())["request_ids"]
+        return Response()
+
+    async def _models(self, request: Request) -> Response:
+        body = {"data": [{"id": "scripted", "max_model_len": self.max_model_len}]}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+
+def _generate_body(reply: Reply) -> bytes:
+    if reply.status != 200:
+        return msgspec.json.encode({"error": {"message": "scripted failure"}})
+    logprobs = reply.logprobs if reply.logprobs is not None else [-0.5] * len(reply.ids)
+    choice = {
+        "index": 0,
+        "token_ids": reply.ids,
+        "finish_reason": reply.finish_reason,
+        "stop_reason": reply.stop_reason,
+        "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+        "weight_versions": reply.weight_versions,
+    }
+    return msgspec.json.encode({"request_id": "generate-tokens-x", "choices": [choice]})
+
+
+def _drop_connection(request: Request) -> None:
+    """Close the client's connection without an answer, as a server that crashed would."""
+    cycle = request.receive.__self__  # type: ignore[attr-defined]  # uvicorn's, whose method it is
+    cycle.transport.abort()
+
+
+@asynccontextmanager
+async def running_gateway(settings: Settings) -> AsyncIterator[str]:
+    """A gateway in this process and event loop; yields its base URL, without /v1."""
+    model, reply_format = model_and_format(settings)
+    listening = listen(settings.host, settings.port)
+    stop, health = asyncio.Event(), Health("gateway")
+    serving = asyncio.create_task(
+        serve(settings, model, reply_format, listening, health=health, stop=stop)
+    )
+    try:
+        while not health.is_ready:
+            if serving.done():
+                await serving
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        stop.set()
+        await serving
+
+
+class GatewayProcess:
+    """A gateway as a process of its own, which can be killed."""
+
+    def __init__(self, base_url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.base_url = base_url
+        self.process = process
+        self.log_path = log_path
+
+    def kill9(self) -> None:
+        """End it without a warning."""
+        self.process.kill()
+        self.process.wait(20)
+
+    def stop(self) -> int:
+        """Ask it to end, wait, and return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@contextmanager
+def gateway_process(*options: str) -> Iterator[GatewayProcess]:
+    """A gateway under `--dev` on a free port; `options` are further ones of `turnfold gateway`."""
+    with tempfile.TemporaryDirectory(prefix="turnfold-gateway-") as scratch:
+        ready_file, log_path = Path(scratch) / "ready.json", Path(scratch) / "gateway.log"
+        command = [sys.executable, "-m", "turnfold.gateway", "--dev", "--port", "0", *options]
+        command += ["--ready-file", str(ready_file)]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+        try:
+            _wait_until(
+                lambda: ready_file.exists() or process.poll() is not None,
+                "the gateway does not start",
+            )
+            if not ready_file.exists():
+                raise RuntimeError(f"the gateway ended: {log_path.read_text()}")
+            base_url = json.loads(ready_file.read_text())["base_url"]
+            yield GatewayProcess(base_url, process, log_path)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(20)
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids that an engine would sample for the text."""
+    ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return list(ids)
+
+
+def _wait_until(condition: Any, failure: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(failure)
+        time.sleep(0.02)

@@ -1,0 +1,183 @@
+"""One turn, step by step, without I/O: limits, the reply that the client sees, the event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from turnfold.gateway.backends.engine import GenerateRequest, Generation
+from turnfold.gateway.calls import Answer, CallParams, ModelCall, TokenLogprob, biasing_params
+from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
+from turnfold.gateway.refusals import context_length_exceeded, invalid
+from turnfold.gateway.rollouts.state import RecordedTurn
+from turnfold.history.heal import PromptPlan
+from turnfold.history.render import Renderer
+from turnfold.schemas.events import RolloutStarted, Sampling, TurnCompleted
+from turnfold.schemas.messages import ChatMessage
+from turnfold.schemas.wire import Logprobs, TokenIds
+
+_PROMPT_END_TOKENS = 8
+"""Enough to see whether the prompt ends inside a thinking block."""
+
+
+def effective_params(params: CallParams, started: RolloutStarted) -> CallParams:
+    """The agent's settings over the rollout's. Raises Refusal naming a setting that is not allowed.
+
+    top_p, top_k, penalties and the like make the recorded logprobs those of another distribution
+    than the policy's, so a rollout that is trained on must allow them expressly.
+    """
+    sampling = started.sampling
+    merged = msgspec.structs.replace(
+        params,
+        temperature=sampling.temperature if params.temperature is None else params.temperature,
+        top_p=sampling.top_p if params.top_p is None else params.top_p,
+        top_k=sampling.top_k if params.top_k is None else params.top_k,
+    )
+    biasing = biasing_params(merged)
+    if biasing and started.split == "train" and not sampling.is_biased_allowed:
+        name, value = next(iter(biasing.items()))
+        raise invalid(
+            f"{name}={value} is not allowed in a training rollout: it biases the recorded logprobs; "
+            "leave it out, or start the rollout with sampling.is_biased_allowed",
+            name,
+            "biased_sampling",
+        )
+    return merged
+
+
+def max_output_tokens(
+    asked: int | None, sampling: Sampling, num_prompt_tokens: int, max_context: int | None
+) -> int:
+    """Output tokens that fit: the least of what was asked, the rollout's limit and the room left.
+
+    Raises Refusal `context_length_exceeded` when there is no room for one.
+
+    >>> max_output_tokens(50, Sampling(max_tokens=8), 100, None)
+    8
+    """
+    limit = min(asked or sampling.max_tokens, sampling.max_tokens)
+    if max_context is None:
+        return limit
+    room = max_context - num_prompt_tokens
+    if room < 1:
+        raise context_length_exceeded(num_prompt_tokens, max_context)
+    return min(limit, room)
+
+
+def smallest(*limits: int | None) -> int | None:
+    """The smallest of the limits that exist."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def generate_request(
+    turn_id: str, session_id: str, plan: PromptPlan, params: CallParams, max_tokens: int
+) -> GenerateRequest:
+    """What the engine is asked; settings that change nothing are left out."""
+    sent = {"stop": params.stop, "seed": params.seed, **biasing_params(params)}
+    return GenerateRequest(
+        request_id=turn_id,
+        session_id=session_id,
+        prompt_ids=TokenIds.of(plan.prompt_ids),
+        max_tokens=max_tokens,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        params=CallParams(**sent),
+    )
+
+
+def parse_generation(
+    generation: Generation,
+    plan: PromptPlan,
+    renderer: Renderer,
+    reply_format: ReplyFormat,
+    is_calling_allowed: bool,
+) -> ParsedReply:
+    """The parts of the sampled text, in time linear in it."""
+    prompt_end = renderer.decode(plan.prompt_ids[-_PROMPT_END_TOKENS:])
+    is_reasoning_open = prompt_end.rstrip().endswith("<think>")
+    text = sampled_text(generation, renderer)
+    return reply_format.parse(text, is_calling_allowed, is_reasoning_open)
+
+
+def sampled_text(generation: Generation, renderer: Renderer) -> str:
+    """The output as text, without the stop token or the stop sequence that ended it."""
+    ids = generation.output_ids.array
+    if generation.finish_reason != "stop":
+        return renderer.decode(ids)
+    if isinstance(generation.stop_reason, str):
+        text, _, _ = renderer.decode(ids).partition(generation.stop_reason)
+        return text
+    last = int(ids[-1])
+    is_stop_token = last == generation.stop_reason or (
+        generation.stop_reason is None and last in renderer.special_ids
+    )
+    return renderer.decode(ids[:-1] if is_stop_token else ids)
+
+
+def reply_message(parsed: ParsedReply, turn_id: str) -> ChatMessage:
+    """The reply as recorded and as the client gets it, call ids included."""
+    calls = tuple(
+        msgspec.structs.replace(call, id=f"call_{turn_id[:22]}{index:02d}")
+        for index, call in enumerate(parsed.tool_calls)
+    )
+    return ChatMessage(
+        role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
+    )
+
+
+def turn_event(
+    *,
+    rollout_id: str,
+    session_id: str,
+    turn_id: str,
+    call: ModelCall,
+    request: GenerateRequest,
+    plan: PromptPlan,
+    generation: Generation,
+    reply: ChatMessage,
+    **provenance: Any,
+) -> TurnCompleted:
+    """The fact that is recorded; `provenance` holds at, engine_s, request_digest, …"""
+    return TurnCompleted(
+        rollout_id=rollout_id,
+        event_id=turn_id,
+        session_id=session_id,
+        turn_id=turn_id,
+        output_ids=generation.output_ids,
+        logprobs=generation.logprobs,
+        reply=reply,
+        finish_reason=generation.finish_reason,
+        stop_reason=generation.stop_reason,
+        policy_versions=generation.policy_versions,
+        protocol=call.protocol,
+        model=call.model,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        **plan.event_fields(),
+        **provenance,
+    )
+
+
+def answer_of(turn: RecordedTurn, logprobs: tuple[TokenLogprob, ...] | None = None) -> Answer:
+    """The recorded turn as an answer; the same each time it is asked for."""
+    return Answer(
+        turn_id=turn.turn_id,
+        created=int(turn.at),
+        model=turn.model,
+        reply=turn.reply,
+        finish_reason=turn.finish_reason,
+        num_prompt_tokens=turn.num_prompt_tokens,
+        num_output_tokens=len(turn.logprobs),
+        logprobs=logprobs,
+    )
+
+
+def token_logprobs(
+    output_ids: TokenIds, logprobs: Logprobs, renderer: Renderer
+) -> tuple[TokenLogprob, ...]:
+    """Text and logprob of each sampled token, the stop token included."""
+    ids = output_ids.array
+    return tuple(
+        TokenLogprob(text=renderer.decode(ids[i : i + 1]), logprob=logprob)
+        for i, logprob in enumerate(logprobs.tolist())
+    )

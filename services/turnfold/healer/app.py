@@ -1,0 +1,382 @@
+"""Reads events, writes each trajectory exactly once, and appends an abort when a deadline passes.
+
+A partition has one owner, whose transactional producer fences an older one. One transaction holds
+the trajectories and dead letters of a poll together with two positions:
+
+    low watermark   first event of the oldest open rollout: where a restart begins to read
+    through         next event to process: a restart folds what lies before it, silently
+
+so a healer that is killed anywhere goes on as if nothing had happened, and needs no state but the
+log. Time enters through the log as well: a deadline that has passed becomes a RolloutAborted event,
+which is folded when it is read back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+
+import msgspec
+from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
+
+from turnfold.healer import metrics
+from turnfold.healer.deadlines import Deadlines
+from turnfold.healer.partition import (
+    Ignored,
+    Opened,
+    Outcome,
+    PartitionFold,
+    Rejected,
+    Released,
+    Revisions,
+    RevisionWanted,
+)
+from turnfold.healer.settings import Settings
+from turnfold.log.client import (
+    BrokerUnavailable,
+    MissingTopic,
+    Producer,
+    Reader,
+    Record,
+    dead_letter,
+)
+from turnfold.log.service import Health
+from turnfold.schemas import codec
+from turnfold.schemas.errors import UserError
+from turnfold.schemas.events import RolloutAborted
+from turnfold.schemas.trajectories import Trajectory
+
+log = logging.getLogger("turnfold.healer")
+
+_RETRY_S = 2.0
+
+
+class Replaced(UserError):
+    """Another healer owns the partition now."""
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What is committed for a partition besides the low watermark."""
+
+    through: int
+    """Next offset to process."""
+
+
+async def run(settings: Settings, health: Health, stop: asyncio.Event) -> None:
+    """Heal the partitions that the settings name until `stop` is set.
+
+    Raises BrokerUnavailable when no broker answers at the start, MissingTopic, SettingsError, or
+    Replaced when another healer has taken over. A broker that goes away later is waited for.
+    """
+    partitions = await _owned_partitions(settings)
+    healers = [PartitionHealer(settings, partition) for partition in partitions]
+    tasks = [asyncio.create_task(healer.run(stop)) for healer in healers]
+    tasks.append(asyncio.create_task(_report(settings, healers, health, stop)))
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _owned_partitions(settings: Settings) -> list[int]:
+    topics = settings.topics
+    async with Reader(settings.bootstrap) as reader:
+        for topic in (topics.trajectories, topics.dead_letters):
+            await reader.partitions(topic)  # MissingTopic now, and not at the first result
+        return settings.owned(await reader.partitions(topics.events))
+
+
+async def _report(
+    settings: Settings, healers: Sequence[PartitionHealer], health: Health, stop: asyncio.Event
+) -> None:
+    """Say every second whether all partitions are in hand, and now and then how far they are."""
+    next_line = 0.0
+    while not stop.is_set():
+        waiting = [healer.partition for healer in healers if not healer.is_caught_up]
+        if waiting:
+            health.not_ready(f"reading the log of partitions {waiting}")
+        else:
+            health.ready()
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + settings.report_every_s
+            for healer in healers:
+                log.info("%s", healer)
+        await _pause(stop, 1.0)
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+class PartitionHealer:
+    """The owner of one partition of the events topic."""
+
+    def __init__(self, settings: Settings, partition: int) -> None:
+        self.settings, self.topics = settings, settings.topics
+        self.topic, self.partition = settings.topics.events, partition
+        self.group = f"{settings.namespace}-healer"
+        self.is_caught_up = False
+        self.num_trajectories = 0
+        self.num_dead_letters = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.fold = PartitionFold(self.topic, self.partition)
+        self.position = 0
+        """Next offset to read."""
+        self.end = 0
+        """Next offset that the log will give, when last asked."""
+        self.through = 0
+        """Outcomes of earlier records are written already."""
+        self._committed = -1
+        """`through` as it was last committed."""
+        self._written: frozenset[tuple[str, int]] = frozenset()
+        """Trajectories (rollout_id, revision) found although no position was committed."""
+        self._deadlines = Deadlines(self.settings.max_open_s)
+
+    def __str__(self) -> str:
+        return (
+            f"partition {self.partition}: at {self.position} of {self.end}, "
+            f"{len(self.fold.open)} rollouts open, {self.num_trajectories} trajectories written, "
+            f"{self.num_dead_letters} dead letters"
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Heal until `stop` is set; start over from the log when the broker went away."""
+        while not stop.is_set():
+            self._reset()
+            self.is_caught_up = False
+            try:
+                await self._heal(stop)
+            except (ProducerFenced, InvalidProducerEpoch) as error:
+                raise Replaced(
+                    f"another healer of {self.topic}/{self.partition} has taken over, so this one "
+                    "ends; run one healer for a partition (TURNFOLD_PARTITIONS)"
+                ) from error
+            except (KafkaError, BrokerUnavailable, MissingTopic) as error:
+                log.warning("partition %d: starting over: %r", self.partition, error)
+                await _pause(stop, _RETRY_S)
+
+    async def _heal(self, stop: asyncio.Event) -> None:
+        # The producer first: it ends a transaction that an older owner left open, so that the
+        # position read after it is final.
+        name = f"{self.group}-{self.partition}"
+        async with (
+            Producer(self.settings.bootstrap, transactional_id=name) as producer,
+            Reader(self.settings.bootstrap, group=self.group) as reader,
+        ):
+            await self._restore(reader)
+            next_look = next_commit = 0.0
+            while not stop.is_set():
+                records = await reader.poll(max_records=self.settings.max_poll_records)
+                if records:
+                    await self._process(producer, records)
+                now = time.monotonic()
+                if now >= next_look:
+                    next_look = now + self.settings.deadline_check_s
+                    await self._look_at_deadlines(producer, reader)
+                if now >= next_commit:
+                    next_commit = now + self.settings.commit_every_s
+                    await self._commit_progress(producer)
+            await self._commit_progress(producer)
+
+    async def _restore(self, reader: Reader) -> None:
+        """Go to the low watermark; what lies between it and `through` was processed before."""
+        place = (self.topic, self.partition)
+        start = (await reader.start_offsets([place]))[place]
+        committed = await reader.committed(*place)
+        if committed is None:
+            self.position = self.through = start
+            self._written = await self._already_written()
+        else:
+            offset, metadata = committed
+            self.position = max(offset, start)
+            self.through = msgspec.json.decode(metadata, type=Position).through
+            self._committed = self.through
+            if offset < start:
+                log.warning(
+                    "partition %d: rollouts that began before offset %d have left the log; "
+                    "what remains of them goes to the dead letters",
+                    self.partition,
+                    start,
+                )
+        await reader.assign({place: self.position})
+        log.info(
+            "partition %d: reading from %d, writing from %d",
+            self.partition,
+            self.position,
+            self.through,
+        )
+
+    async def _already_written(self) -> frozenset[tuple[str, int]]:
+        """Trajectories of this partition in the log.
+
+        Kafka forgets the position of a healer that was stopped for a week; they are the memory then.
+        """
+        found = set()
+        async with Reader(self.settings.bootstrap) as reader:
+            await reader.assign_from_start([self.topics.trajectories])
+            async for record in reader.read_to_end():
+                headers = {name: value.decode() for name, value in record.headers}
+                if "rollout_id" in headers:
+                    found.add((headers["rollout_id"], int(headers.get("revision", 0))))
+        return frozenset(found)
+
+    async def _process(self, producer: Producer, records: Sequence[Record]) -> None:
+        """Fold the records of one poll and write what came of them, in one transaction."""
+        with metrics.FOLD_SECONDS.time():
+            outcomes = [outcome for record in records for outcome in self._fold(record)]
+        self.position = records[-1].offset + 1
+        outcomes = await self._with_revisions(outcomes)
+        results = [o for o in outcomes if isinstance(o, Released | Rejected)]
+        if results:
+            await self._write(producer, results)
+        self.through = max(self.through, self.position)
+        metrics.OPEN_ROLLOUTS.labels(self.partition).set(len(self.fold.open))
+
+    def _fold(self, record: Record) -> list[Outcome]:
+        """What came of a record, or nothing if that was written before a restart."""
+        outcomes = self.fold.feed(record)
+        for outcome in outcomes:
+            match outcome:
+                case Opened(started):
+                    self._deadlines.opened(started, record.timestamp)
+                case Released(trajectory):
+                    self._deadlines.closed(trajectory.rollout_id)
+        if record.offset < self.through:
+            return []
+        return [outcome for outcome in outcomes if not self._is_written(outcome)]
+
+    def _is_written(self, outcome: Outcome) -> bool:
+        match outcome:
+            case Released(trajectory):
+                return (trajectory.rollout_id, trajectory.revision) in self._written
+            case _:
+                return False
+
+    async def _with_revisions(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """The outcomes, with what became of revised rewards of released rollouts.
+
+        Their events are read again from the start of the partition: slow, rare, and always right.
+        """
+        wanted = {o.record.offset: o for o in outcomes if isinstance(o, RevisionWanted)}
+        for outcome in outcomes:
+            if isinstance(outcome, Ignored):
+                metrics.IGNORED.labels(outcome.kind).inc()
+        if not wanted:
+            return outcomes
+        revisions = Revisions(o.rollout_id for o in wanted.values())
+        place, revised = (self.topic, self.partition), list[Outcome]()
+        async with Reader(self.settings.bootstrap) as reader:
+            await reader.assign(await reader.start_offsets([place]))
+            async for record in reader.read_to_end():
+                trajectory = revisions.feed(record)
+                if record.offset in wanted:
+                    revised += _revision(revisions, record, trajectory)
+                if record.offset >= max(wanted):
+                    break
+        return [*outcomes, *(o for o in revised if not self._is_written(o))]
+
+    async def _write(self, producer: Producer, results: Sequence[Released | Rejected]) -> None:
+        """Write results and positions: all of them, or after a crash none."""
+        position = msgspec.json.encode(Position(self.position)).decode()
+        async with producer.transaction():
+            await _all(self._send(producer, result) for result in results)
+            await producer.commit_offset(
+                self.group,
+                self.topic,
+                self.partition,
+                self.fold.low_watermark(self.position),
+                position,
+            )
+        self._committed = self.position
+        for result in results:
+            self._count(result)
+
+    async def _commit_progress(self, producer: Producer) -> None:
+        """Commit the position although no result asks for it, so that a restart reads less."""
+        if self._committed < self.through == self.position:
+            await self._write(producer, [])
+
+    async def _send(self, producer: Producer, result: Released | Rejected) -> None:
+        if isinstance(result, Rejected):
+            log.warning("dead letter %s: %s", result.record, result.reason)
+            await dead_letter(producer, self.topics.dead_letters, result.record, result.reason)
+            return
+        trajectory = result.trajectory
+        value = codec.encode(trajectory)
+        await producer.send_raw(
+            self.topics.trajectories,
+            key=trajectory.group_id.encode(),
+            value=value,
+            headers={
+                "content-type": codec.MSGPACK,
+                "rollout_id": trajectory.rollout_id,
+                "revision": str(trajectory.revision),
+                "digest": hashlib.sha256(value).hexdigest(),
+            },
+        )
+
+    def _count(self, result: Released | Rejected) -> None:
+        if isinstance(result, Rejected):
+            self.num_dead_letters += 1
+            metrics.DEAD_LETTERS.inc()
+            return
+        self.num_trajectories += 1
+        metrics.count(result.trajectory)
+
+    async def _look_at_deadlines(self, producer: Producer, reader: Reader) -> None:
+        """Append an abort for each rollout whose deadline passed without an end in the log."""
+        place = (self.topic, self.partition)
+        self.end = (await reader.end_offsets([place]))[place]
+        # Transaction markers take offsets too: ask where the reader is, not what it last gave.
+        position = await reader.position(*place)
+        metrics.LAG.labels(self.partition).set(self.end - position)
+        self.is_caught_up = self.is_caught_up or position >= self.end
+        due = self._deadlines.due(time.time(), position, self.end)
+        if due:
+            await self._append_aborts(producer, due)
+
+    async def _append_aborts(self, producer: Producer, rollout_ids: Sequence[str]) -> None:
+        async with producer.transaction():
+            for rollout_id in rollout_ids:
+                await producer.send(
+                    self.topic,
+                    key=rollout_id,
+                    message=deadline_passed(rollout_id, time.time()),
+                    partition=self.partition,
+                )
+        self._deadlines.asked(rollout_ids)
+        metrics.DEADLINES.inc(len(rollout_ids))
+        log.info(
+            "partition %d: %d rollouts passed their deadline", self.partition, len(rollout_ids)
+        )
+
+
+async def _all(sends: Iterable[Coroutine[None, None, None]]) -> None:
+    """Wait for every send, then raise the first failure: none is left behind unheard."""
+    for failure in await asyncio.gather(*sends, return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+def deadline_passed(rollout_id: str, now: float) -> RolloutAborted:
+    """The event that a passed deadline is; its id lets it count once, however often it is sent."""
+    return RolloutAborted(
+        rollout_id=rollout_id, event_id=f"{rollout_id}:deadline", at=now, reason="deadline"
+    )
+
+
+def _revision(revisions: Revisions, record: Record, trajectory: Trajectory | None) -> list[Outcome]:
+    if trajectory is not None:
+        return [Released(trajectory)]
+    reason = revisions.reason_against(record)
+    return [Rejected(record, reason)] if reason else []

@@ -1,0 +1,256 @@
+"""Which turn continues which, which answers were given up, and where the log has gaps.
+
+    t0: [1 2]     -> 3 4
+    t1: t0 + [5]  -> 6        extends t0
+    t2: t0 + [5]  -> 7        the same prompt again: if t1 was never continued, t1 is an orphan
+    t3: [1 2 9]   -> 8        extends nothing: a fork
+
+A turn whose parent is missing or damaged cannot be put together: it is a gap, unless it carries its
+whole prompt. Nothing here depends on how the sessions of a rollout were interleaved in the log.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+
+from turnfold.healer.fold import FoldedTurn, Problem
+from turnfold.history.sequences import Ids, TokenStore, common_prefix_len
+from turnfold.schemas.wire import TokenIds
+
+
+class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn whose tokens are known."""
+
+    turn: FoldedTurn
+    extends: str | None
+    """The turn whose whole sequence (prompt and output) this prompt begins with."""
+    is_orphan: bool
+    """Sampled, but the client went on with another answer to the same prompt."""
+
+    @property
+    def turn_id(self) -> str:
+        return self.turn.event.turn_id
+
+    @property
+    def output_start(self) -> int:
+        """Where the output begins in the turn's sequence, and so in every row that holds it."""
+        return self.turn.event.num_prompt_tokens
+
+    @property
+    def output_end(self) -> int:
+        return self.turn.num_tokens
+
+
+class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns of a rollout that could be put together, by session and then as in the log."""
+
+    turns: dict[str, ResolvedTurn]
+    gaps: tuple[Problem, ...]
+    """One for each turn whose parent is missing, damaged or too short: a `gap` when the turn could
+    not be put together, `parent_missing` when it could, since it carries its whole prompt."""
+    store: TokenStore
+
+    def sequence(self, turn_id: str) -> TokenIds:
+        """Prompt and output of a turn."""
+        return TokenIds.of(self.store.full(turn_id))
+
+    def path(self, turn_id: str) -> list[ResolvedTurn]:
+        """The turn and all that it extends, the oldest first."""
+        found: list[ResolvedTurn] = []
+        name: str | None = turn_id
+        while name is not None:
+            found.append(self.turns[name])
+            name = self.turns[name].extends
+        return found[::-1]
+
+
+def resolve(turns: Iterable[FoldedTurn]) -> Lineage:
+    """Put every turn together, find what it extends, and name orphans and gaps."""
+    sound = {t.event.turn_id: t for t in canonical_order(turns) if not t.untrusted}
+    store, gaps = _stored(sound)
+    known = {turn_id: turn for turn_id, turn in sound.items() if turn_id in store}
+    extends = _extensions(known, store)
+    orphans = _orphans(known, store, extends)
+    return Lineage(
+        turns={
+            turn_id: ResolvedTurn(turn=turn, extends=extends[turn_id], is_orphan=turn_id in orphans)
+            for turn_id, turn in known.items()
+        },
+        gaps=tuple(gaps),
+        store=store,
+    )
+
+
+def canonical_order(turns: Iterable[FoldedTurn]) -> list[FoldedTurn]:
+    """By session, then as they lie in the log, which fixes the order within a session only."""
+    return sorted(turns, key=lambda turn: turn.event.session_id)
+
+
+def _stored(sound: Mapping[str, FoldedTurn]) -> tuple[TokenStore, list[Problem]]:
+    """The sequences of all turns that can be put together, and what is wrong with the others."""
+    store = TokenStore()
+    gaps = []
+    for turn in _parents_first(sound):
+        event, parent = turn.event, turn.event.parent_turn_id
+        if event.shared_len == 0:
+            # The whole prompt is here, so the parent is not needed for its tokens.
+            store.add(msgspec.structs.replace(event, parent_turn_id=None))
+            if parent is not None and parent not in store:
+                gaps.append(_gap(turn, "parent_missing", store))
+        elif parent is not None and parent in store and event.shared_len <= store.length(parent):
+            store.add(event)
+        else:
+            gaps.append(_gap(turn, "gap", store))
+    return store, gaps
+
+
+def _parents_first(sound: Mapping[str, FoldedTurn]) -> Iterator[FoldedTurn]:
+    """Every turn once, in the given order except that a turn comes after its parent."""
+    done: set[str] = set()
+    for turn_id in sound:
+        chain: dict[str, None] = {}
+        name: str | None = turn_id
+        while name is not None and name in sound and name not in done and name not in chain:
+            chain[name] = None
+            name = sound[name].event.parent_turn_id
+        yield from (sound[name] for name in reversed(chain))
+        done.update(chain)
+
+
+def _gap(turn: FoldedTurn, kind: str, store: TokenStore) -> Problem:
+    event, parent = turn.event, turn.event.parent_turn_id
+    if parent is None:
+        why = f"shares {event.shared_len} tokens but names no parent"
+    elif parent not in store:
+        why = f"parent {parent} is missing or damaged"
+    else:
+        why = f"shares {event.shared_len} tokens of {parent}, which has {store.length(parent)}"
+    return Problem(
+        kind=kind,
+        detail=f"rollout {event.rollout_id}, turn {event.turn_id}: {why}",
+        offset=turn.offset,
+        turn_id=event.turn_id,
+    )
+
+
+def _extensions(known: Mapping[str, FoldedTurn], store: TokenStore) -> dict[str, str | None]:
+    """For each turn the latest turn whose whole sequence its prompt begins with.
+
+    A turn that names its parent extends it or, when it leaves the parent earlier, an ancestor. For
+    one that carries its whole prompt, all sequences of the rollout are candidates.
+    """
+    whole = [turn_id for turn_id, turn in known.items() if turn.event.shared_len == 0]
+    found: dict[str, str | None] = {
+        **dict.fromkeys(whole),
+        **_longest_prefixes(known, store, whole),
+    }
+    for turn_id in store:  # parents first
+        if turn_id not in found:
+            above = known[turn_id].event.parent_turn_id
+            while above is not None and store.length(above) > known[turn_id].event.shared_len:
+                above = found[above]
+            found[turn_id] = above
+    return found
+
+
+def _longest_prefixes(
+    known: Mapping[str, FoldedTurn], store: TokenStore, whole: Sequence[str]
+) -> dict[str, str]:
+    """For turns with their whole prompt: the longest sequence that this prompt begins with.
+
+    One running hash a prompt is compared with the hashes of all sequences, so that the work is
+    linear in the tokens. A turn without output is nobody's prefix here: it adds nothing to a row.
+    """
+    longest = max((store.prompt_length(turn_id) for turn_id in whole), default=0)
+    by_hash: dict[tuple[int, bytes], list[str]] = defaultdict(list)
+    for turn_id, turn in known.items():
+        if turn.num_tokens <= longest and len(turn.event.output_ids):
+            sequence = store.full(turn_id)
+            by_hash[len(sequence), sha256(sequence.data).digest()].append(turn_id)
+    lengths = sorted({length for length, _ in by_hash})
+    place = {turn_id: index for index, turn_id in enumerate(known)}
+
+    def nearness(turn_id: str, other: str) -> tuple[bool, bool, int]:
+        """Of equal sequences the last one before the turn, of its own session if there is one."""
+        is_same_session = known[turn_id].event.session_id == known[other].event.session_id
+        return is_same_session, place[other] < place[turn_id], place[other]
+
+    found: dict[str, str] = {}
+    for turn_id in whole if lengths else ():
+        candidates = _prefixes(store.prompt(turn_id), lengths, by_hash)
+        if candidates:
+            found[turn_id] = max(candidates, key=lambda other: nearness(turn_id, other))
+    return found
+
+
+def _prefixes(
+    prompt: Ids, lengths: Sequence[int], by_hash: Mapping[tuple[int, bytes], list[str]]
+) -> list[str]:
+    """The turns whose sequences are the longest that `prompt` begins with."""
+    running, done = sha256(), 0
+    longest: list[str] = []
+    for length in lengths:
+        if length > len(prompt):
+            break
+        running.update(prompt[done:length].data)
+        done = length
+        longest = by_hash.get((length, running.digest()), longest)
+    return longest
+
+
+def _orphans(
+    known: Mapping[str, FoldedTurn], store: TokenStore, extends: Mapping[str, str | None]
+) -> set[str]:
+    """Answers that were given up: the same prompt was asked again within the session.
+
+    Of the turns with one prompt, those that were continued stay; when none was, the last one does.
+    """
+    found: set[str] = set()
+    for same in _same_prompts(known, store):
+        continued = {_continued_by(turn_id, same, store, extends) for turn_id in known}
+        found.update(set(same) - (continued - {None} or {same[-1]}))
+    return found
+
+
+def _continued_by(
+    turn_id: str, same: Sequence[str], store: TokenStore, extends: Mapping[str, str | None]
+) -> str | None:
+    """Which of several answers to one prompt this turn goes on from, if from any.
+
+    The one that it extends or, when the client's history drifted inside the answer, the one of
+    which it repeats most.
+    """
+    length = store.prompt_length(same[0])
+    extended = extends[turn_id]
+    if store.prompt_length(turn_id) <= length:
+        return None
+    if extended in same:
+        return extended
+    if extended is not None and store.length(extended) > length:
+        return None  # the turn that it extends tells as much
+    prompt = store.prompt(turn_id)
+    if not np.array_equal(prompt[:length], store.prompt(same[0])):
+        return None
+    repeated = [common_prefix_len(store.output(answer), prompt[length:]) for answer in same]
+    most, _, answer = max(
+        (num, num == len(store.output(answer)), place)
+        for place, (answer, num) in enumerate(zip(same, repeated, strict=True))
+    )
+    return same[answer] if most else None
+
+
+def _same_prompts(known: Mapping[str, FoldedTurn], store: TokenStore) -> list[list[str]]:
+    """Turns of one session with identical prompts, in order; prompts that came once are left out."""
+    by_length: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for turn_id, turn in known.items():
+        by_length[turn.event.session_id, turn.event.num_prompt_tokens].append(turn_id)
+    by_prompt: dict[tuple[str, bytes], list[str]] = defaultdict(list)
+    for (session_id, _), turn_ids in by_length.items():
+        for turn_id in turn_ids if len(turn_ids) > 1 else ():
+            by_prompt[session_id, store.prompt(turn_id).tobytes()].append(turn_id)
+    return [turn_ids for turn_ids in by_prompt.values() if len(turn_ids) > 1]

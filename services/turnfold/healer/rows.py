@@ -1,0 +1,310 @@
+"""The rows of a closed rollout, and the account of every token it sampled.
+
+A turn that extends another continues its row; anything else starts a new row, in which the history
+it shares is context with mask 0:
+
+    turn 0: [1]       -> 2         row 0: 1 2 30 40   mask 0 1 0 1
+    turn 1: [1 2 30]  -> 40        row 1: 1 2 31 41   mask 0 0 0 1     2 was trained in row 0
+    turn 2: [1 2 31]  -> 41
+
+A sampled token is trained once, in the first row that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from turnfold.healer.fold import FoldedTurn, RolloutState, is_reward_finite
+from turnfold.healer.lineage import Lineage, ResolvedTurn, canonical_order, resolve
+from turnfold.schemas import codec
+from turnfold.schemas.events import HistoryMode, RolloutAborted, VersionSpan
+from turnfold.schemas.topics import MAX_MESSAGE_BYTES
+from turnfold.schemas.trajectories import (
+    Ledger,
+    Row,
+    Source,
+    Status,
+    Trajectory,
+    TurnLedger,
+    TurnSpan,
+)
+from turnfold.schemas.wire import Logprobs, LossMask, TokenIds
+
+FOLD_VERSION = 1
+"""Counts up when equal events would give other rows than before."""
+
+MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""A trajectory is one message; the rest is room for its key, headers and framing."""
+
+
+def trajectory(
+    state: RolloutState,
+    *,
+    topic: str,
+    partition: int,
+    mode: HistoryMode | None = None,
+    lineage: Lineage | None = None,
+) -> Trajectory:
+    """All rows of a closed rollout, with its reward and ledger.
+
+    `mode` replaces the rollout's own: in "linear" an answer that the client gave up (an orphan) is
+    dropped, in "tree" it is a leaf of its own. `lineage` saves resolving the turns twice. An
+    aborted rollout has no rows; its ledger drops every token with the reason.
+    """
+    assert state.terminal is not None, f"rollout {state.rollout_id} is still open"
+    mode = mode or state.started.history_mode
+    lineage = lineage or resolve(state.turns.values())
+    status, reason = _status(state, lineage)
+    if status == "aborted":
+        rows: tuple[Row, ...] = ()
+        ledger = _aborted_ledger(state.turns.values(), reason)
+    else:
+        rows = build_rows(lineage, mode)
+        ledger = build_ledger(state.turns.values(), lineage, rows, mode)
+    made = _made(
+        state,
+        lineage,
+        rows,
+        ledger,
+        Source(
+            topic=topic,
+            partition=partition,
+            first_offset=state.first_offset,
+            last_offset=state.last_offset,
+        ),
+    )
+    made = msgspec.structs.replace(made, history_mode=mode, status=status, reason=reason)
+    if status == "aborted":
+        return msgspec.structs.replace(made, reward=None, rewards={})
+    return made if _fits_one_message(made) else _too_large(state, made)
+
+
+def _made(
+    state: RolloutState, lineage: Lineage, rows: tuple[Row, ...], ledger: Ledger, source: Source
+) -> Trajectory:
+    started, verdict = state.started, state.revised or state.terminal
+    assert verdict is not None
+    assert ledger.is_balanced, f"rollout {state.rollout_id}: {ledger}"
+    versions = _trained_versions(rows)
+    return Trajectory(
+        rollout_id=state.rollout_id,
+        revision=state.revision,
+        run_id=started.run_id,
+        group_id=started.group_id,
+        task_id=started.task_id,
+        index=started.index,
+        attempt=started.attempt,
+        split=started.split,
+        dispatch_index=started.dispatch_index,
+        status="completed",
+        reward=getattr(verdict, "reward", None),
+        rewards=getattr(verdict, "rewards", {}),
+        rows=rows,
+        ledger=ledger,
+        num_turns=len(state.turns),
+        num_failed_turns=state.num_failed_turns,
+        num_healed=sum(turn.event.continuity == "healed" for turn in state.turns.values()),
+        min_policy_version=min(versions, default=0),
+        max_policy_version=max(versions, default=0),
+        marks=_marks(state, lineage, rows),
+        source=source,
+        fold_version=FOLD_VERSION,
+    )
+
+
+def build_rows(lineage: Lineage, mode: HistoryMode) -> tuple[Row, ...]:
+    """One row for each turn that nothing extends, without rows that would train nothing."""
+    kept = [turn for turn in lineage.turns.values() if mode == "tree" or not turn.is_orphan]
+    extended = {turn.extends for turn in kept}
+    trained: set[str] = set()
+    rows = []
+    for leaf in kept:
+        if leaf.turn_id in extended:
+            continue
+        row = _row(lineage, leaf, trained)
+        if row is not None:
+            rows.append(row)
+            trained.update(span.turn_id for span in row.turns if span.is_trained)
+    return tuple(rows)
+
+
+def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
+    """The row that ends at `leaf`, cut after its last trained token; None when it trains none."""
+    path = [turn for turn in lineage.path(leaf.turn_id) if len(turn.turn.event.output_ids)]
+    to_train = [t for t in path if not t.turn.untrained and t.turn_id not in trained]
+    if not to_train:
+        return None
+    num_tokens = to_train[-1].output_end
+    loss_mask = np.zeros(num_tokens, dtype=LossMask.dtype)
+    logprobs = np.zeros(num_tokens, dtype=Logprobs.dtype)
+    for turn in to_train:
+        loss_mask[turn.output_start : turn.output_end] = 1
+        logprobs[turn.output_start : turn.output_end] = turn.turn.event.logprobs.array
+    path = [turn for turn in path if turn.output_end <= num_tokens]
+    is_trained = {turn.turn_id for turn in to_train}
+    return Row(
+        token_ids=lineage.sequence(leaf.turn_id)[:num_tokens],
+        loss_mask=LossMask.of(loss_mask),
+        logprobs=Logprobs.of(logprobs),
+        session_id=leaf.turn.event.session_id,
+        turns=tuple(
+            TurnSpan(
+                turn_id=turn.turn_id,
+                start=turn.output_start,
+                end=turn.output_end,
+                is_trained=turn.turn_id in is_trained,
+            )
+            for turn in path
+        ),
+        policy_versions=tuple(span for turn in path for span in _version_spans(turn)),
+    )
+
+
+def _version_spans(turn: ResolvedTurn) -> Iterable[VersionSpan]:
+    """The versions of a turn's output, counted from the start of the row."""
+    if turn.turn.untrained == "versions_do_not_cover":
+        return
+    for span in turn.turn.event.policy_versions:
+        yield VersionSpan(
+            policy_version=span.policy_version,
+            start=turn.output_start + span.start,
+            end=turn.output_start + span.end,
+        )
+
+
+def build_ledger(
+    turns: Iterable[FoldedTurn], lineage: Lineage, rows: tuple[Row, ...], mode: HistoryMode
+) -> Ledger:
+    """Where each sampled token went, turn by turn in the order of `canonical_order`."""
+    trained_in = {
+        span.turn_id: index
+        for index, row in enumerate(rows)
+        for span in row.turns
+        if span.is_trained
+    }
+    in_a_row = {span.turn_id for row in rows for span in row.turns}
+    entries = []
+    for turn in canonical_order(turns):
+        turn_id = turn.event.turn_id
+        if turn_id in trained_in:
+            num_trained = len(turn.event.output_ids)
+            entries.append(_entry(turn, num_trained=num_trained, row=trained_in[turn_id]))
+            continue
+        reason = _why_untrained(turn, lineage, mode)
+        if turn_id in in_a_row:
+            entries.append(_entry(turn, masked=_counted(turn, reason)))
+        else:
+            entries.append(_entry(turn, dropped=_counted(turn, reason)))
+    return Ledger(turns=tuple(entries))
+
+
+def _why_untrained(turn: FoldedTurn, lineage: Lineage, mode: HistoryMode) -> str:
+    resolved = lineage.turns.get(turn.event.turn_id)
+    if turn.untrusted or turn.untrained:
+        return turn.untrusted or turn.untrained
+    if resolved is None:
+        return "gap"
+    if resolved.is_orphan and mode == "linear":
+        return "orphan"
+    assert len(turn.event.output_ids) == 0, f"turn {turn.event.turn_id} is in no row"
+    return ""
+
+
+def _aborted_ledger(turns: Iterable[FoldedTurn], reason: str) -> Ledger:
+    dropped = f"rollout_aborted:{reason}"
+    return Ledger(
+        turns=tuple(
+            _entry(turn, dropped=_counted(turn, dropped)) for turn in canonical_order(turns)
+        )
+    )
+
+
+def _entry(
+    turn: FoldedTurn,
+    *,
+    num_trained: int = 0,
+    masked: Mapping[str, int] = {},
+    dropped: Mapping[str, int] = {},
+    row: int | None = None,
+) -> TurnLedger:
+    event = turn.event
+    return TurnLedger(
+        turn_id=event.turn_id,
+        session_id=event.session_id,
+        num_sampled=len(event.output_ids),
+        num_trained=num_trained,
+        masked=dict(masked),
+        dropped=dict(dropped),
+        row=row,
+        continuity=event.continuity,
+        finish_reason=event.finish_reason,
+    )
+
+
+def _counted(turn: FoldedTurn, reason: str) -> dict[str, int]:
+    num_sampled = len(turn.event.output_ids)
+    return {reason: num_sampled} if num_sampled else {}
+
+
+def _status(state: RolloutState, lineage: Lineage) -> tuple[Status, str]:
+    if isinstance(state.terminal, RolloutAborted):
+        return "aborted", state.terminal.reason
+    assert state.terminal is not None
+    verdict = state.revised or state.terminal
+    if not is_reward_finite(verdict.reward, verdict.rewards):
+        return "aborted", "reward_not_finite"
+    is_truncated = state.terminal.is_truncated or _is_cut_short(lineage)
+    return ("truncated" if is_truncated else "completed"), ""
+
+
+def _is_cut_short(lineage: Lineage) -> bool:
+    """Whether the last answer of a session ran into its token limit."""
+    last = {
+        turn.turn.event.session_id: turn.turn.event.finish_reason
+        for turn in lineage.turns.values()
+        if not turn.is_orphan
+    }
+    return "length" in last.values()
+
+
+def _marks(state: RolloutState, lineage: Lineage, rows: tuple[Row, ...]) -> tuple[str, ...]:
+    marks = {problem.mark for problem in (*state.problems, *lineage.gaps)}
+    trained = {span.turn_id for row in rows for span in row.turns if span.is_trained}
+    if any(not lineage.turns[turn_id].turn.event.policy_versions for turn_id in trained):
+        marks.add("policy_version_unknown")
+    return tuple(sorted(marks))
+
+
+def _trained_versions(rows: Iterable[Row]) -> list[int]:
+    return [
+        span.policy_version
+        for row in rows
+        for span in row.policy_versions
+        if row.loss_mask.array[span.start]
+    ]
+
+
+def _fits_one_message(made: Trajectory) -> bool:
+    bytes_a_token = TokenIds.dtype.itemsize + Logprobs.dtype.itemsize + LossMask.dtype.itemsize
+    if made.num_tokens * bytes_a_token < MAX_TRAJECTORY_BYTES // 2:
+        return True
+    return len(codec.encode(made)) <= MAX_TRAJECTORY_BYTES
+
+
+def _too_large(state: RolloutState, made: Trajectory) -> Trajectory:
+    """Kafka would refuse it for ever, so it becomes an abort that says why."""
+    reason = "too_large"
+    return msgspec.structs.replace(
+        made,
+        status="aborted",
+        reason=reason,
+        reward=None,
+        rewards={},
+        rows=(),
+        ledger=_aborted_ledger(state.turns.values(), reason),
+        min_policy_version=0,
+        max_policy_version=0,
+    )

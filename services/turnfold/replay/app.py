@@ -1,0 +1,315 @@
+"""What the replay commands do, without how they look: read a log, compute, hand back a report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from turnfold.healer.partition import decode_event
+from turnfold.log.client import Producer, Record, create_topics
+from turnfold.replay.client import FileLog, KafkaLog, LogSource, append
+from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
+from turnfold.replay.decisions import Decisions, Verdict
+from turnfold.replay.ledger import Accounts
+from turnfold.replay.logfile import Header, LogReader, LogWriter
+from turnfold.replay.rebuild import Rebuild, Selection
+from turnfold.replay.writers import Writer, writer_for
+from turnfold.schemas import codec
+from turnfold.schemas.errors import UserError
+from turnfold.schemas.events import Event, HistoryMode
+from turnfold.schemas.run import RunConfig
+from turnfold.schemas.topics import Topics
+from turnfold.schemas.trajectories import Trajectory
+
+OnProgress = Callable[[int], None]
+"""Called with the number of records just read."""
+
+_MAX_EXPLAINED = 5
+_MAX_IMPORT_RECORDS = 500
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What a replay found."""
+
+    num_events: int = 0
+    num_trajectories: int = 0
+    digest: str = ""
+    """Of all trajectories, whatever order they came in."""
+    is_compared: bool = True
+    differences: list[Difference] = []
+    explanations: list[str] = []
+    """The first differences in detail."""
+    verdicts: list[Verdict] = []
+    """On the decisions of each run."""
+    open_rollouts: list[str] = []
+    rejected: list[tuple[Record, str]] = []
+    ignored: Counter[str] = msgspec.field(default_factory=Counter)
+
+    @property
+    def num_decisions(self) -> int:
+        return sum(v.num_same + len(v.differences) for v in self.verdicts)
+
+    @property
+    def all_differences(self) -> list[Difference]:
+        return [*self.differences, *(d for verdict in self.verdicts for d in verdict.differences)]
+
+
+async def replay(
+    source: LogSource,
+    config: RunConfig,
+    *,
+    mode: HistoryMode | None = None,
+    selection: Selection | None = None,
+    is_compared: bool = True,
+    writer: Writer | None = None,
+    on_progress: OnProgress = lambda _: None,
+) -> Report:
+    """Fold the events again and hold the result against what healer and assembler wrote.
+
+    `selection` looks at some rollouts only and leaves the decisions out. Nothing is kept of a
+    trajectory but its digest, so memory does not grow with the tokens of the log.
+    """
+    selection = selection or Selection()
+    written, decisions = Written(), Decisions()
+    if is_compared:
+        await _read_results(source, selection, written, decisions)
+    report, digests = Report(is_compared=is_compared), dict[Key, str]()
+    unequal: dict[Key, Trajectory] = {}
+    rebuild = Rebuild(mode)
+    async for trajectory in _rebuilt(source, rebuild, selection, on_progress):
+        digests[trajectory.rollout_id, trajectory.revision] = codec.digest(trajectory)
+        if writer is not None:
+            writer.add(trajectory)
+        difference = written.difference_to(trajectory) if is_compared else None
+        if difference is not None:
+            report.differences.append(difference)
+            if len(unequal) < _MAX_EXPLAINED:
+                unequal[trajectory.rollout_id, trajectory.revision] = trajectory
+    if is_compared:
+        report.differences += written.leftovers()
+        report.explanations = await _explanations(source, unequal)
+        report.verdicts = decisions.retake(config) if selection.is_everything else []
+    report.num_events, report.num_trajectories = rebuild.num_events, len(digests)
+    report.digest = combined_digest(digests)
+    report.open_rollouts, report.rejected = rebuild.open_rollouts, rebuild.rejected
+    report.ignored = rebuild.ignored
+    return report
+
+
+async def _read_results(
+    source: LogSource, selection: Selection, written: Written, decisions: Decisions
+) -> None:
+    topics = source.topics
+    async for record in source.read(topics.trajectories, topics.tasks, topics.batches):
+        if record.topic == topics.tasks:
+            decisions.add_task(record)
+        elif record.topic == topics.batches:
+            decisions.add_decision(record)
+        else:
+            trajectory = _trajectory(record)
+            decisions.add_trajectory(record, trajectory)
+            if trajectory and selection.holds_rollout(trajectory.rollout_id, trajectory.group_id):
+                written.add(trajectory, hashlib.sha256(record.value or b"").hexdigest())
+
+
+async def _rebuilt(
+    source: LogSource, rebuild: Rebuild, selection: Selection, on_progress: OnProgress
+) -> AsyncIterator[Trajectory]:
+    async for record in source.read(source.topics.events):
+        on_progress(1)
+        if selection.holds_event(record):
+            for trajectory in rebuild.feed(record):
+                yield trajectory
+    if not rebuild.revised:
+        return
+    revisions = rebuild.revisions()
+    async for record in source.read(source.topics.events):
+        revised = revisions.feed(record)
+        if revised is not None:
+            yield revised
+
+
+async def _explanations(source: LogSource, unequal: dict[Key, Trajectory]) -> list[str]:
+    lines: list[str] = []
+    if not unequal:
+        return lines
+    async for record in source.read(source.topics.trajectories):
+        written = _trajectory(record)
+        key = (written.rollout_id, written.revision) if written else ("", 0)
+        if written and key in unequal:
+            lines += [f"{named(key)}: {line}" for line in explain(written, unequal[key])]
+    return lines
+
+
+def _trajectory(record: Record) -> Trajectory | None:
+    try:
+        return codec.decode(Trajectory, record.value or b"", record.content_type)
+    except codec.CodecError:
+        return None
+
+
+@contextmanager
+def file_writer(path: Path | None) -> Iterator[Writer | None]:
+    """A writer for a file that appears under its name only when it is whole."""
+    if path is None:
+        yield None
+        return
+    part = path.with_name(path.name + ".part")
+    with part.open("wb+") as file:
+        writer = writer_for(path.suffix, file)
+        yield writer
+        writer.close()
+    part.replace(path)
+
+
+async def account(
+    source: LogSource, selection: Selection, on_progress: OnProgress = lambda _: None
+) -> Accounts:
+    """Fold the events and account for every sampled token."""
+    accounts, rebuild = Accounts(), Rebuild()
+    async for record in source.read(source.topics.events):
+        on_progress(1)
+        if selection.holds_event(record):
+            accounts.add_event(record)
+            for trajectory in rebuild.feed(record):
+                accounts.add_trajectory(trajectory)
+    return accounts
+
+
+async def events(
+    source: LogSource, selection: Selection
+) -> AsyncIterator[tuple[Record, Event | str]]:
+    """The events of a log with their records; a text says what is wrong with one."""
+    async for record in source.read(source.topics.events):
+        if selection.holds_event(record):
+            try:
+                yield record, decode_event(record)
+            except codec.CodecError as error:
+                yield record, str(error)
+
+
+async def export(
+    source: KafkaLog,
+    path: Path,
+    selection: Selection,
+    *,
+    is_events_only: bool = False,
+    on_progress: OnProgress = lambda _: None,
+) -> int:
+    """Write the log to a file and return the number of records.
+
+    With a selection, only events and trajectories of the chosen rollouts are written.
+    """
+    topics = source.topics
+    wanted = [topics.events]
+    if not is_events_only:
+        wanted.append(topics.trajectories)
+        if selection.is_everything:
+            wanted += [topics.tasks, topics.batches, topics.policies, topics.dead_letters]
+    num_partitions = await source.num_partitions(wanted)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        header = Header(namespace=topics.namespace, topics=num_partitions)
+        writer = LogWriter(file, header)
+        for topic in num_partitions:
+            async for record in source.read(topic):
+                on_progress(1)
+                if _is_selected(record, topics, selection):
+                    writer.add(record)
+        writer.close()
+    part.replace(path)
+    return writer.num_records
+
+
+def _is_selected(record: Record, topics: Topics, selection: Selection) -> bool:
+    if selection.is_everything:
+        return True
+    if record.topic == topics.events:
+        return selection.holds_event(record)
+    group_id = (record.key or b"").decode(errors="replace")
+    rollout_id = next(
+        (value.decode() for name, value in record.headers if name == "rollout_id"), ""
+    )
+    return selection.holds_rollout(rollout_id, group_id)
+
+
+async def import_log(
+    path: Path, bootstrap: str, namespace: str, on_progress: OnProgress = lambda _: None
+) -> int:
+    """Append the records of a file to a broker, under another namespace if need be; how many.
+
+    The topics are created with the file's numbers of partitions; each must be empty. The file is
+    checked as a whole before the first record is written.
+    """
+    source = FileLog(path)
+    names = {
+        topic: namespace + topic.removeprefix(source.header.namespace)
+        for topic in source.header.topics
+    }
+    with path.open("rb") as file:
+        for _ in LogReader(file, str(path)):
+            pass
+    target = KafkaLog(bootstrap, namespace)
+    await _make_empty_topics(target, {names[t]: n for t, n in source.header.topics.items()})
+    num_records = 0
+    async with Producer(bootstrap) as producer:
+        waiting: list[Record] = []
+        async for record in source.read(*names):
+            waiting.append(record)
+            if len(waiting) == _MAX_IMPORT_RECORDS:
+                num_records += await append(producer, waiting, names)
+                on_progress(len(waiting))
+                waiting = []
+        num_records += await append(producer, waiting, names)
+        on_progress(len(waiting))
+    return num_records
+
+
+async def _make_empty_topics(target: KafkaLog, num_partitions: dict[str, int]) -> None:
+    specs = {spec.name: spec for spec in target.topics.specs()}
+    for name, number in num_partitions.items():
+        spec = msgspec.structs.replace(specs[name], num_partitions=number)
+        await create_topics(target.bootstrap, [spec])
+    found = await target.num_partitions(num_partitions)
+    for name, number in num_partitions.items():
+        if found[name] != number:
+            raise UserError(
+                f"topic {name} has {found[name]} partitions, the file has {number}: "
+                "import into another namespace"
+            )
+        if await target.num_records(name):
+            raise UserError(f"topic {name} is not empty: import into another namespace")
+
+
+async def publish(
+    lines: Iterable[str], bootstrap: str, namespace: str, *, is_checked_only: bool = False
+) -> int:
+    """Publish one JSON event a line and return how many, each acknowledged.
+
+    Raises UserError naming the first line that is no event; the lines before it are published.
+    """
+    if is_checked_only:
+        return sum(1 for _ in _parsed(lines, "nothing was published"))
+    num_published = 0
+    topic = Topics(namespace=namespace).events
+    async with Producer(bootstrap) as producer:
+        for event in _parsed(lines, "the lines before it were published"):
+            await producer.send(topic, key=event.rollout_id, message=event)
+            num_published += 1
+    return num_published
+
+
+def _parsed(lines: Iterable[str], outcome: str) -> Iterator[Event]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            event: Event = codec.decode(Event, line.encode(), codec.JSON)
+        except codec.CodecError as error:
+            raise UserError(f"line {number}: {error}; {outcome}") from error
+        yield event

@@ -1,0 +1,99 @@
+"""Where a log is read from: a broker, or an exported file. Both give the same records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from turnfold.log.client import MissingTopic, Producer, Reader, Record, reader_from_start
+from turnfold.replay.logfile import LogReader
+from turnfold.schemas.errors import UserError
+from turnfold.schemas.topics import Topics
+
+
+class LogSource(Protocol):
+    """A log as it is when a read begins."""
+
+    topics: Topics
+
+    async def num_records(self, *topics: str) -> int:
+        """How many records a read will give, roughly: transaction markers count in Kafka."""
+
+    def read(self, *topics: str) -> AsyncIterator[Record]:
+        """All records of these topics, in order within each partition."""
+
+
+class KafkaLog:
+    """The log of a namespace on a broker. Raises BrokerUnavailable and MissingTopic."""
+
+    def __init__(self, bootstrap: str, namespace: str) -> None:
+        self.bootstrap = bootstrap
+        self.topics = Topics(namespace=namespace)
+
+    async def num_records(self, *topics: str) -> int:
+        async with Reader(self.bootstrap) as reader:
+            pairs = [(t, p) for t in topics for p in await reader.partitions(t)]
+            starts, ends = await reader.start_offsets(pairs), await reader.end_offsets(pairs)
+        return sum(ends[pair] - starts[pair] for pair in pairs)
+
+    async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
+        """Partitions of the topics that exist."""
+        found = {}
+        async with Reader(self.bootstrap) as reader:
+            for topic in topics:
+                try:
+                    found[topic] = len(await reader.partitions(topic))
+                except MissingTopic:
+                    continue
+        return found
+
+    async def read(self, *topics: str) -> AsyncIterator[Record]:
+        async with reader_from_start(self.bootstrap, *topics) as reader:
+            async for record in reader.read_to_end():
+                yield record
+
+
+class FileLog:
+    """An exported log. Raises LogFileError when the file is not one, or not whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise UserError(f"{path} is not a file: expected one written by `turnfold export`")
+        with path.open("rb") as file:
+            self.header = LogReader(file, str(path)).header
+        self.topics = Topics(namespace=self.header.namespace)
+
+    async def num_records(self, *topics: str) -> int:
+        with self.path.open("rb") as file:
+            return sum(record.topic in topics for record in LogReader(file, str(self.path)))
+
+    async def read(self, *topics: str) -> AsyncIterator[Record]:
+        with self.path.open("rb") as file:
+            for record in LogReader(file, str(self.path)):
+                if record.topic in topics:
+                    yield record
+
+
+async def append(producer: Producer, records: Iterable[Record], topics: dict[str, str]) -> int:
+    """Write records to the topics that theirs map to, keeping partition and order; how many."""
+    by_partition: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        by_partition[topics[record.topic], record.partition].append(record)
+    sends = [_append(producer, *place, found) for place, found in by_partition.items()]
+    await asyncio.gather(*sends)
+    return sum(len(found) for found in by_partition.values())
+
+
+async def _append(producer: Producer, topic: str, partition: int, records: list[Record]) -> None:
+    for record in records:
+        await producer.send_raw(
+            topic,
+            key=record.key,
+            value=record.value,
+            partition=partition,
+            headers={name: value.decode(errors="replace") for name, value in record.headers},
+        )

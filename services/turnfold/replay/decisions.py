@@ -1,0 +1,132 @@
+"""Every decision of the assembler, taken again from what it had seen. Pure.
+
+A manifest says how far its assembler had read (`positions`) and when it decided (`at`). With the
+tasks and trajectories below those positions, the decisions before it and the same configuration,
+`decide` must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from turnfold.assembler.cut import decide
+from turnfold.assembler.groups import GroupsState, RolloutSummary, TopicName, summary
+from turnfold.log.records import Record
+from turnfold.replay.compare import Difference
+from turnfold.schemas import codec
+from turnfold.schemas.batches import BatchCut, Decision
+from turnfold.schemas.decisions import DecisionLog
+from turnfold.schemas.run import RunConfig
+from turnfold.schemas.tasks import Task
+from turnfold.schemas.trajectories import Trajectory
+
+Seen = list[tuple[int, Task | RolloutSummary | None]]
+"""Offsets of one partition in order, with what lies there; None where it could not be decoded."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome for one run."""
+
+    run_id: str
+    num_same: int
+    differences: tuple[Difference, ...]
+    unchecked: tuple[str, ...]
+    """Decisions taken under another configuration than the one given, and which that was."""
+
+
+class Decisions:
+    """Collects what the assembler saw and decided, then takes every decision again."""
+
+    def __init__(self) -> None:
+        self._decisions: dict[str, list[Decision]] = defaultdict(list)
+        self._tasks: dict[int, Seen] = defaultdict(list)
+        self._rollouts: dict[int, Seen] = defaultdict(list)
+
+    def add_decision(self, record: Record) -> None:
+        decision = _decoded(Decision, record)
+        if decision is not None:
+            self._decisions[decision.run_id].append(decision)
+
+    def add_task(self, record: Record) -> None:
+        self._tasks[record.partition].append((record.offset, _decoded(Task, record)))
+
+    def add_trajectory(self, record: Record, trajectory: Trajectory | None) -> None:
+        """`trajectory` is what the record holds, None when it could not be decoded."""
+        found = None
+        if trajectory is not None:
+            digest = hashlib.sha256(record.value or b"").hexdigest()
+            found = summary(trajectory, record.partition, record.offset, digest)
+        self._rollouts[record.partition].append((record.offset, found))
+
+    def retake(self, config: RunConfig) -> list[Verdict]:
+        """One verdict for each run that decided anything; `config` is taken for every run."""
+        return [
+            self._retake(decisions, msgspec.structs.replace(config, run_id=run_id))
+            for run_id, decisions in sorted(self._decisions.items())
+        ]
+
+    def _retake(self, decisions: Sequence[Decision], config: RunConfig) -> Verdict:
+        first_wins = DecisionLog(config.run_id)
+        accepted = [decision for decision in decisions if first_wins.add(decision)]
+        state = GroupsState(config)
+        unread = {"tasks": _cursors(self._tasks), "trajectories": _cursors(self._rollouts)}
+        num_same, differences, unchecked = 0, list[Difference](), list[str]()
+        for decision in accepted:
+            _advance(state, unread["tasks"], "tasks", decision.positions.tasks)
+            _advance(state, unread["trajectories"], "trajectories", decision.positions.trajectories)
+            if decision.config_digest != config.digest:
+                unchecked.append(
+                    f"{_named(decision)} (configuration {decision.config_digest[:12]})"
+                )
+            else:
+                again = decide(state, config, decision.at)
+                if isinstance(again, Decision) and codec.encode(again) == codec.encode(decision):
+                    num_same += 1
+                else:
+                    differences.append(Difference(_named(decision), f"taken again: {again}"))
+            state.add_decision(decision)
+        return Verdict(
+            run_id=config.run_id,
+            num_same=num_same,
+            differences=tuple(differences),
+            unchecked=tuple(unchecked),
+        )
+
+
+def _cursors(seen: dict[int, Seen]) -> dict[int, Seen]:
+    """The records of each partition, to be taken from the end of a reversed list."""
+    return {partition: found[::-1] for partition, found in seen.items()}
+
+
+def _advance(
+    state: GroupsState, unread: dict[int, Seen], topic: TopicName, positions: dict[int, int]
+) -> None:
+    for partition, position in positions.items():
+        waiting = unread.get(partition, [])
+        while waiting and waiting[-1][0] < position:
+            offset, found = waiting.pop()
+            match found:
+                case Task():
+                    state.add_task(found, partition, offset)
+                case RolloutSummary():
+                    state.add_rollout(found)
+                case None:
+                    state.mark_read(topic, partition, offset)
+
+
+def _decoded(kind: Any, record: Record) -> Any:
+    try:
+        return codec.decode(kind, record.value or b"", record.content_type)
+    except codec.CodecError:
+        return None
+
+
+def _named(decision: Decision) -> str:
+    if isinstance(decision, BatchCut):
+        return f"batch {decision.index}"
+    return f"group {decision.group_id} ({decision.reason})"

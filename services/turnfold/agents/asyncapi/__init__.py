@@ -1,0 +1,1 @@
+"""The topics as an AsyncAPI document."""

@@ -1,0 +1,56 @@
+"""What a dispatcher is told, besides the RunConfig."""
+
+from __future__ import annotations
+
+from turnfold.dispatcher.plan import Limits
+from turnfold.log.settings import ServiceSettings
+from turnfold.schemas.events import HistoryMode, NonlinearPolicy, Sampling
+
+
+class Settings(ServiceSettings, frozen=True, kw_only=True):
+    """Settings of `turnfold dispatcher`."""
+
+    dataset: str
+    """Tasks: a .jsonl, .parquet or .arrow file, or a Hugging Face data set directory."""
+    dataset_split: str = "train"
+    """Split to take from a data set directory that has several."""
+    seed: int = 0
+    """Of the order in which tasks are dispatched."""
+    is_shuffled: bool = True
+    """Whether each epoch has its own order; otherwise that of the data set."""
+    epochs: int | None = None
+    """Passes over the data set, after which the dispatcher ends; for ever when unset."""
+    num_batches: int | None = None
+    """Batches of the run: no group is dispatched beyond them, and then it ends."""
+    max_groups_in_flight: int | None = None
+    """Upper limit of groups in flight, whatever the staleness bound would allow."""
+    history_mode: HistoryMode = "linear"
+    """linear heals a client's history back to the sampled tokens, tree takes it as it renders."""
+    nonlinear: NonlinearPolicy = "reset"
+    """What linear mode does with a history that has no stored prefix."""
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts."""
+    max_tokens: int = 4096
+    """Upper limit of sampled tokens a turn."""
+    max_turns: int | None = None
+    """Upper limit of model calls a rollout."""
+    max_context_tokens: int | None = None
+    """Upper limit of prompt plus output; the engine's own when unset."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "num_batches", "max_groups_in_flight"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            num_batches=self.num_batches,
+            epochs=self.epochs,
+            max_in_flight=self.max_groups_in_flight,
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens)

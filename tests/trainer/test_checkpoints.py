@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turnfold.trainer import checkpoints
+from turnfold.trainer.checkpoints import CheckpointError, State
+
+
+def state(batch: int) -> State:
+    return State(run_id="t", batch=batch, config_digest="c", metrics={"reward_mean": 0.5})
+
+
+def saver(content: bytes) -> Callable[[Path], None]:
+    def save(directory: Path) -> None:
+        (directory / "huggingface").mkdir(parents=True)
+        (directory / "model.pt").write_bytes(content)
+        (directory / "huggingface" / "config.json").write_bytes(b"{}")
+
+    return save
+
+
+def test_the_newest_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    for batch in (0, 1, 12):
+        checkpoints.write(tmp_path, state(batch), saver(b"%d" % batch))
+    found = checkpoints.newest_good(tmp_path)
+    assert found is not None
+    assert found.state == state(12)
+    assert (found.actor_dir / "model.pt").read_bytes() == b"12"
+
+
+def test_there_is_no_checkpoint_in_an_empty_directory(tmp_path: Path) -> None:
+    assert checkpoints.newest_good(tmp_path) is None
+
+
+def test_a_checkpoint_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
+    def failing(directory: Path) -> None:
+        saver(b"half")(directory)
+        raise RuntimeError("disk full")
+
+    checkpoints.write(tmp_path, state(1), saver(b"one"))
+    with pytest.raises(RuntimeError, match="disk full"):
+        checkpoints.write(tmp_path, state(2), failing)
+    assert [path.name for path in tmp_path.iterdir()] == ["b00000001"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda d: (d / "actor" / "model.pt").write_bytes(b"twx"), "not what was written"),
+        (lambda d: (d / "actor" / "model.pt").write_bytes(b"t"), "expected 3 bytes, found 1"),
+        (lambda d: (d / "actor" / "model.pt").unlink(), "missing"),
+        (lambda d: (d / "state.json").write_bytes(b"{"), "state.json"),
+        (lambda d: (d / "state.json").unlink(), "state.json"),
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+    reason: str,
+) -> None:
+    checkpoints.write(tmp_path, state(1), saver(b"one"))
+    damage(checkpoints.write(tmp_path, state(2), saver(b"two")).directory)
+    found = checkpoints.newest_good(tmp_path)
+    assert found is not None
+    assert found.state.batch == 1
+    assert "damaged checkpoint, taking the one before" in caplog.text
+    assert reason in caplog.text
+
+
+def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(tmp_path: Path) -> None:
+    (checkpoints.write(tmp_path, state(1), saver(b"one")).directory / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints is usable"):
+        checkpoints.newest_good(tmp_path)
+
+
+def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    for batch in range(5):
+        checkpoints.write(tmp_path, state(batch), saver(b"x"))
+    checkpoints.prune(tmp_path, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "b00000002",
+        "b00000003",
+        "b00000004",
+    ]
+    checkpoints.prune(tmp_path, keep=0)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,6 @@
+"""Turns batch manifests into policy versions with verl's own worker.
+
+fetch → plan → advantages → update → publish → checkpoint: `app` runs that loop. `plan`,
+`placement`, `advantages`, `rows`, `source` and `metrics` are pure; `tensors` alone knows the names
+of verl's tensors; `backend` drives verl's worker.
+"""

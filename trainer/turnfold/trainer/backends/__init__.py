@@ -1,0 +1,1 @@
+"""What the trainer touches on the machine: the process environment and files that must be whole."""

@@ -1,0 +1,148 @@
+"""Rows as verl's tensors: the only module that knows their names.
+
+verl takes jagged ("no padding") tensors, one row each. N rows of T_i tokens, of which the last R_i
+follow the prompt:
+
+    prompts           N x (T_i - R_i)   input_ids, position_ids   N x T_i
+    responses         N x R_i           response_mask, loss_mask, rollout_log_probs,
+                                        old_log_probs, advantages, rollout_is_weights   N x R_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from turnfold.schemas.trajectories import Row
+from turnfold.schemas.wire import Logprobs, LossMask, TokenIds
+from turnfold.trainer.plan import NOOP_TOKENS, Schedule
+from turnfold.trainer.rows import TrainRow, token_advantages
+
+
+def noop_row(pad_token_id: int) -> TrainRow:
+    """A row that changes no gradient: nothing in it is trained."""
+    row = Row(
+        token_ids=TokenIds.of([pad_token_id] * NOOP_TOKENS),
+        loss_mask=LossMask.of([0] * NOOP_TOKENS),
+        logprobs=Logprobs.of([0.0] * NOOP_TOKENS),
+        session_id="",
+        turns=(),
+    )
+    return TrainRow(rollout_id="", group_id="", row=row)
+
+
+def to_verl(
+    rows: Sequence[TrainRow | None], *, temperature: float, pad_token_id: int
+) -> TensorDict:
+    """Rows (None: a no-op row) for a forward pass of verl's worker.
+
+    token_ids 1 2 3 4 5 6, first sampled token 3, loss_mask 0 0 0 0 1 1, advantage 2
+    prompts 1 2, responses 3 4 5 6, response_mask 0 0 1 1, advantages 0 0 2 2
+    """
+    from verl.utils import tensordict_utils as tu
+
+    filled = [noop_row(pad_token_id) if row is None else row for row in rows]
+    masks = _jagged(_mask(r)[r.num_prompt :] for r in filled)
+    tensors = {
+        "prompts": _jagged(_ids(r)[: r.num_prompt] for r in filled),
+        "responses": _jagged(_ids(r)[r.num_prompt :] for r in filled),
+        "input_ids": _jagged(_ids(r) for r in filled),
+        "position_ids": _jagged(torch.arange(len(r.row.token_ids)) for r in filled),
+        "response_mask": masks,
+        "loss_mask": masks,
+        "rollout_log_probs": _jagged(_logprobs(r)[r.num_prompt :] for r in filled),
+        "advantages": _jagged(_advantages(r)[r.num_prompt :] for r in filled),
+    }
+    data: TensorDict = tu.get_tensordict(tensors, {"temperature": temperature})
+    return data
+
+
+def for_logprobs(data: TensorDict) -> TensorDict:
+    """The same rows with what verl's `compute_log_prob` reads."""
+    from verl.utils import tensordict_utils as tu
+
+    names = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask")
+    request: TensorDict = data.select(*names, "temperature")
+    tu.assign_non_tensor(request, calculate_entropy=False, compute_loss=False)
+    return request
+
+
+def response_logprobs(output: TensorDict, data: TensorDict) -> torch.Tensor:
+    """Logprobs of the tokens after the prompt, jagged N x R_i, from verl's shifted output."""
+    from verl.workers.utils.padding import response_from_nested
+
+    logprobs: torch.Tensor = response_from_nested(output["log_probs"], data["response_mask"])
+    return logprobs
+
+
+def correct_for_sampling(data: TensorDict, correction: Any) -> dict[str, float]:
+    """verl's rollout correction: add weights, narrow the mask, return its metrics.
+
+    Compares `old_log_probs` with `rollout_log_probs` token by token; `correction` is verl's
+    `algorithm.rollout_correction`. Changes `data` in place.
+    """
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+    from verl.workers.utils.padding import response_to_nested
+
+    mask = data["response_mask"]
+    if not mask.values().any():
+        return {}  # nothing is trained, so there is nothing to compare
+    names = ("response_mask", "old_log_probs", "rollout_log_probs")
+    padded = TensorDict({name: data[name] for name in names}, batch_size=len(data))
+    batch, metrics = compute_rollout_correction_and_add_to_batch(
+        DataProto(batch=padded.to_padded_tensor()), correction
+    )
+    for name in ("response_mask", "rollout_is_weights"):
+        if name in batch.batch:
+            data[name] = response_to_nested(batch.batch[name], mask)
+    data["loss_mask"] = data["response_mask"]
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def for_update(
+    data: TensorDict, schedule: Schedule, *, seed: int, is_entropy_wanted: bool
+) -> TensorDict:
+    """The same rows with the schedule, as verl's `update_actor` reads it.
+
+    Never `mini_batch_size`: verl prefers it, and then the number of steps grows with the rows.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    schedule.rows_per_step(len(data) * schedule.num_ranks)
+    request: TensorDict = data.exclude("rollout_log_probs")
+    tu.assign_non_tensor(
+        request,
+        num_mini_batch=schedule.num_mini_batches,
+        epochs=schedule.num_epochs,
+        global_batch_size=schedule.rollouts_per_mini_batch,
+        seed=seed,
+        dataloader_kwargs={"shuffle": False},  # the plan's order is the point
+        calculate_entropy=is_entropy_wanted,
+    )
+    return request
+
+
+def _jagged(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    nested: torch.Tensor = torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
+    return nested
+
+
+def _ids(row: TrainRow) -> torch.Tensor:
+    return torch.from_numpy(row.row.token_ids.array.astype(np.int64))
+
+
+def _mask(row: TrainRow) -> torch.Tensor:
+    return torch.from_numpy(row.row.loss_mask.array.astype(np.int64))
+
+
+def _logprobs(row: TrainRow) -> torch.Tensor:
+    return torch.from_numpy(row.row.logprobs.array.astype(np.float32))
+
+
+def _advantages(row: TrainRow) -> torch.Tensor:
+    return torch.from_numpy(token_advantages(row.advantage, row.row))

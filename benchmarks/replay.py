@@ -28,7 +28,6 @@ from turnfold.replay.client import KafkaLog
 from turnfold.replay.rebuild import Rebuild
 from turnfold.schemas import codec
 from turnfold.schemas.events import Event, TurnCompleted
-from turnfold.schemas.run import RunConfig
 from turnfold.schemas.testing import finished, started
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.wire import Logprobs, TokenIds
@@ -142,7 +141,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
 
 async def timed_replay(source: KafkaLog, num_records: int) -> Seconds:
     began = Clock()
-    report = await app.replay(source, RunConfig(), is_compared=False)
+    report = await app.replay(source, is_compared=False)
     assert report.num_events == num_records, report
     return began.read()
 

@@ -26,6 +26,7 @@ class Log:
         self.tasks: list[Record] = []
         self.trajectories: list[Record] = []
         self.decisions: list[Decision] = []
+        self.config = CONFIG
         self.state = GroupsState(CONFIG)
 
     def add_task(self, message: Task) -> None:
@@ -40,13 +41,13 @@ class Log:
         self.decide(now)
 
     def decide(self, now: float) -> None:
-        decision = decide(self.state, CONFIG, now)
+        decision = decide(self.state, self.config, now)
         while not isinstance(decision, Wait):
             self.decisions.append(decision)
             self.state.add_decision(decision)
-            decision = decide(self.state, CONFIG, now)
+            decision = decide(self.state, self.config, now)
 
-    def retaken(self, config: RunConfig = CONFIG) -> Verdict:
+    def retaken(self) -> Verdict:
         collected = Decisions()
         for found in self.tasks:
             collected.add_task(found)
@@ -54,7 +55,7 @@ class Log:
             collected.add_trajectory(found, codec.decode(Trajectory, found.value or b""))
         for offset, decision in enumerate(self.decisions):
             collected.add_decision(record("batches", offset, decision))
-        (verdict,) = collected.retake(config)
+        (verdict,) = collected.retake()
         return verdict
 
 
@@ -111,9 +112,27 @@ def test_a_decision_that_lost_is_not_held_against_anybody() -> None:
     assert log.retaken().differences == ()
 
 
-def test_decisions_under_another_configuration_are_not_checked_and_say_so() -> None:
-    other = msgspec.structs.replace(CONFIG, groups_per_batch=3)
-    verdict = run().retaken(other)
-    assert verdict.num_same == 0
+def test_a_decision_that_names_no_configuration_is_not_checked_and_says_so() -> None:
+    log = run()
+    log.decisions[0] = msgspec.structs.replace(log.decisions[0], config=None)
+    verdict = log.retaken()
+    assert verdict.num_same == len(log.decisions) - 1
     assert verdict.differences == ()
-    assert CONFIG.digest[:12] in verdict.unchecked[0]
+    assert len(verdict.unchecked) == 1
+
+
+def test_a_run_that_changed_its_sizes_on_the_way_is_checked_whole() -> None:
+    log = Log()
+    for index in range(3):
+        log.add_task(task(f"g{index}", n=2, dispatch_index=index, dispatched_at=100.0))
+    for index in range(2):
+        for slot in range(2):
+            made = trajectory(f"g{index}-{slot}", group_id=f"g{index}", index=slot, reward=1.0)
+            log.add_trajectory(made, now=110.0)
+    log.config = msgspec.structs.replace(CONFIG, groups_per_batch=1, group_timeout_s=20)
+    log.state.reconfigure(log.config)
+    made = trajectory("g2-0", group_id="g2", index=0, reward=1.0)
+    log.add_trajectory(made, now=130.0)
+    assert [type(decision).__name__ for decision in log.decisions] == ["BatchCut", "GroupDropped"]
+    verdict = log.retaken()
+    assert (verdict.num_same, verdict.differences, verdict.unchecked) == (2, (), ())

@@ -7,6 +7,7 @@ replay can take every decision again and must find the same bytes.
 
 from __future__ import annotations
 
+from turnfold.schemas.run import RunConfig
 from turnfold.schemas.wire import Wire
 
 
@@ -69,6 +70,8 @@ class BatchCut(Wire, frozen=True, kw_only=True, tag="batch_cut"):
     """Unix seconds of the cut."""
     config_digest: str
     """Digest of the RunConfig that it was cut under."""
+    config: RunConfig | None = None
+    """That configuration whole, so that a replay needs nothing but the log."""
 
     @property
     def policy_version(self) -> int:
@@ -95,6 +98,7 @@ class GroupDropped(Wire, frozen=True, kw_only=True, tag="group_dropped"):
     positions: Positions
     at: float
     config_digest: str
+    config: RunConfig | None = None
 
 
 Decision = BatchCut | GroupDropped

@@ -155,6 +155,7 @@ def _cut(state: GroupsState, config: RunConfig, now: float, ready: list[GroupRef
         positions=state.positions,
         at=now,
         config_digest=config.digest,
+        config=config,
     )
 
 
@@ -177,4 +178,5 @@ def _dropped(
         positions=state.positions,
         at=now,
         config_digest=config.digest,
+        config=config,
     )

@@ -187,6 +187,13 @@ class GroupsState:
         """Dispatched groups that are not complete, by deadline."""
         self._next: dict[TopicName, dict[int, int]] = {"tasks": {}, "trajectories": {}}
 
+    def reconfigure(self, config: RunConfig) -> None:
+        """Go on under another configuration of the same run, as after a restart with new sizes."""
+        assert config.run_id == self.config.run_id, (config.run_id, self.config.run_id)
+        self.config = config
+        for group in self.open.values():
+            self._relist(group, self._place(group))
+
     @property
     def next_index(self) -> int:
         """Index of the batch that is cut next; it trains at version next_index - 1."""

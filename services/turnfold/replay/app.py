@@ -22,7 +22,6 @@ from turnfold.replay.writers import Writer, writer_for
 from turnfold.schemas import codec
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import Event, HistoryMode
-from turnfold.schemas.run import RunConfig
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.trajectories import Trajectory
 
@@ -61,7 +60,6 @@ class Report(msgspec.Struct, kw_only=True):
 
 async def replay(
     source: LogSource,
-    config: RunConfig,
     *,
     mode: HistoryMode | None = None,
     selection: Selection | None = None,
@@ -93,7 +91,7 @@ async def replay(
     if is_compared:
         report.differences += written.leftovers()
         report.explanations = await _explanations(source, unequal)
-        report.verdicts = decisions.retake(config) if selection.is_everything else []
+        report.verdicts = decisions.retake() if selection.is_everything else []
     report.num_events, report.num_trajectories = rebuild.num_events, len(digests)
     report.digest = combined_digest(digests)
     report.open_rollouts, report.rejected = rebuild.open_rollouts, rebuild.rejected

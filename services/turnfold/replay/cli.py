@@ -59,28 +59,20 @@ def replay(
     turnfold replay --file bug.tflog --mode tree --out rows.parquet
     ```
 
-    The last line is the verdict with a digest of all trajectories; a difference exits 1. Decisions
-    are taken again under the TURNFOLD_ sizes and bounds of this environment, which must be those of
-    the run.
+    The last line is the verdict with a digest of all trajectories; a difference exits 1.
     """
-    import os
-
     from turnfold.replay import app
     from turnfold.replay.rebuild import Selection
-    from turnfold.schemas.run import RunConfig
-    from turnfold.schemas.settings import load
 
     chosen_mode = _history_mode(mode)
     is_compared = chosen_mode is None if compare is None else compare
     source = _source(bootstrap, namespace, file)
-    config = load(RunConfig, os.environ)
     with app.file_writer(out) as writer:
         report = _run_with_progress(
             "folding events",
             source,
             lambda advance: app.replay(
                 source,
-                config,
                 mode=chosen_mode,
                 selection=Selection(rollout or (), group or ()),
                 is_compared=is_compared,
@@ -452,9 +444,8 @@ def _show_replay(report: Any) -> None:
     for verdict in report.verdicts:
         if verdict.unchecked:
             typer.echo(
-                f"run {verdict.run_id}: {len(verdict.unchecked)} decisions were taken under another "
-                f"configuration, such as {verdict.unchecked[0]}; set the TURNFOLD_ sizes of the run "
-                "to check them"
+                f"run {verdict.run_id}: {len(verdict.unchecked)} decisions do not name their "
+                f"configuration and were not checked, such as {verdict.unchecked[0]}"
             )
     for difference in report.all_differences:
         typer.echo(f"DIFFERENT {difference}", err=True)

@@ -1,20 +1,19 @@
 """Every decision of the assembler, taken again from what it had seen. Pure.
 
 A manifest says how far its assembler had read (`positions`) and when it decided (`at`). With the
-tasks and trajectories below those positions, the decisions before it and the same configuration,
-`decide` must give the same bytes.
+tasks and trajectories below those positions, the decisions before it and the configuration that it
+names, `decide` must give the same bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from turnfold.assembler.cut import decide
+from turnfold.assembler.cut import Wait, decide
 from turnfold.assembler.groups import GroupsState, RolloutSummary, TopicName, summary
 from turnfold.log.records import Record
 from turnfold.replay.compare import Difference
@@ -36,7 +35,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     num_same: int
     differences: tuple[Difference, ...]
     unchecked: tuple[str, ...]
-    """Decisions taken under another configuration than the one given, and which that was."""
+    """Decisions that do not say under which configuration they were taken."""
 
 
 class Decisions:
@@ -59,43 +58,46 @@ class Decisions:
         """`trajectory` is what the record holds, None when it could not be decoded."""
         found = None
         if trajectory is not None:
-            digest = hashlib.sha256(record.value or b"").hexdigest()
-            found = summary(trajectory, record.partition, record.offset, digest)
+            found = summary(trajectory, record.partition, record.offset, codec.digest(trajectory))
         self._rollouts[record.partition].append((record.offset, found))
 
-    def retake(self, config: RunConfig) -> list[Verdict]:
-        """One verdict for each run that decided anything; `config` is taken for every run."""
+    def retake(self) -> list[Verdict]:
+        """One verdict for each run that decided anything."""
         return [
-            self._retake(decisions, msgspec.structs.replace(config, run_id=run_id))
-            for run_id, decisions in sorted(self._decisions.items())
+            self._retake(run_id, decisions) for run_id, decisions in sorted(self._decisions.items())
         ]
 
-    def _retake(self, decisions: Sequence[Decision], config: RunConfig) -> Verdict:
-        first_wins = DecisionLog(config.run_id)
+    def _retake(self, run_id: str, decisions: Sequence[Decision]) -> Verdict:
+        first_wins = DecisionLog(run_id)
         accepted = [decision for decision in decisions if first_wins.add(decision)]
-        state = GroupsState(config)
+        state = GroupsState(RunConfig(run_id=run_id))
         unread = {"tasks": _cursors(self._tasks), "trajectories": _cursors(self._rollouts)}
         num_same, differences, unchecked = 0, list[Difference](), list[str]()
         for decision in accepted:
             _advance(state, unread["tasks"], "tasks", decision.positions.tasks)
             _advance(state, unread["trajectories"], "trajectories", decision.positions.trajectories)
-            if decision.config_digest != config.digest:
-                unchecked.append(
-                    f"{_named(decision)} (configuration {decision.config_digest[:12]})"
-                )
+            if decision.config is None:
+                unchecked.append(_named(decision))
+            elif (again := _again(state, decision, decision.config)) is None:
+                num_same += 1
             else:
-                again = decide(state, config, decision.at)
-                if isinstance(again, Decision) and codec.encode(again) == codec.encode(decision):
-                    num_same += 1
-                else:
-                    differences.append(Difference(_named(decision), f"taken again: {again}"))
+                differences.append(Difference(_named(decision), f"taken again: {again}"))
             state.add_decision(decision)
         return Verdict(
-            run_id=config.run_id,
+            run_id=run_id,
             num_same=num_same,
             differences=tuple(differences),
             unchecked=tuple(unchecked),
         )
+
+
+def _again(state: GroupsState, decision: Decision, config: RunConfig) -> Decision | Wait | None:
+    """What is decided this time; None when it is the same, byte for byte."""
+    if config != state.config:
+        state.reconfigure(config)
+    again = decide(state, config, decision.at)
+    is_same = isinstance(again, Decision) and codec.encode(again) == codec.encode(decision)
+    return None if is_same else again
 
 
 def _cursors(seen: dict[int, Seen]) -> dict[int, Seen]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,8 @@ def main() -> None:
         "plan": [plan_figures(n, *shape) for n in options.rows for shape in SHAPES]
     }
     if options.model:
-        figures["update"] = update_figures(options.model, options.rows)
+        with redirect_stdout(sys.stderr):  # verl talks while it builds
+            figures["update"] = update_figures(options.model, options.rows)
     print(json.dumps(figures, indent=2))
 
 

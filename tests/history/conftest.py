@@ -91,6 +91,7 @@ class Conversation:
         event = self.completed(plan, ids, reply or self.parse(ids))
         self.session.apply(event)
         self.events.append(event)
+        assert event.reply is not None
         self.replies.append(event.reply)
         sequences = self.session.sequences
         assert sequences.prompt(event.turn_id).tolist() == plan.prompt_ids.tolist()
@@ -132,7 +133,7 @@ class Conversation:
         return [event.continuity for event in self.events]
 
     def causes(self) -> list[str | None]:
-        return [event.divergence and event.divergence.cause for event in self.events]
+        return [e.divergence.cause if e.divergence else None for e in self.events]
 
 
 def rows(sequences: TokenStore) -> list[tuple[list[int], list[int]]]:
@@ -215,17 +216,3 @@ def chat(toy: ToyRenderer) -> Conversation:
 def converse() -> Callable[..., Conversation]:
     """Makes conversations: `converse(renderer, mode="tree")`."""
     return Conversation
-
-
-@pytest.fixture
-def rows_of() -> Callable[[TokenStore], list[tuple[list[int], list[int]]]]:
-    return rows
-
-
-@pytest.fixture
-def shared_data() -> Path:
-    """Tokenizers, templates and traces of real models beside the checkout; skips without them."""
-    folder = Path(__file__).resolve().parents[2].parent / "shared"
-    if not (folder / "tokenizers").is_dir():
-        pytest.skip("no real tokenizers beside this checkout")
-    return folder

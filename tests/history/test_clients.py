@@ -89,7 +89,7 @@ def test_two_agents_that_mutate_retry_and_roll_back_never_lose_a_token(
 ) -> None:
     chat = converse(bpe)
     # Per agent: the next request, and the turn whose reply it ends with.
-    requests = {
+    requests: dict[int, list[tuple[list[ChatMessage], str | None]]] = {
         0: [([system("You are a helpful assistant."), user("hello")], None)],
         1: [([system("Find the weather"), user("hello")], None)],
     }

@@ -95,6 +95,21 @@ def test_whole_prompt_without_parent_finds_its_longest_prefix() -> None:
     assert sequences.full("t1").tolist() == [1, 2, 3, 4, 5]
 
 
+def test_branches_share_the_parent_that_they_repeat() -> None:
+    sequences = store(
+        turn("t0", [1], [2]), turn("t1", [1, 2, 30], [40]), turn("t2", [1, 2, 31], [41])
+    )
+    assert sequences.parent("t1") == sequences.parent("t2") == Prefix("t0", 2)
+    assert sequences.children("t0") == ("t1", "t2")
+
+
+def test_clean_branch_extends_the_parent_that_a_drifted_one_did_not() -> None:
+    sequences = store(turn("t0", [1], [2]), turn("t1", [1, 9, 3], [4]), turn("t2", [1, 2, 5], [6]))
+    assert sequences.parent("t1") == Prefix("t0", 1)
+    assert sequences.parent("t2") == Prefix("t0", 2)
+    assert [turn_id for turn_id in sequences if sequences.is_extension(turn_id)] == ["t2"]
+
+
 def test_unrelated_prompt_has_no_parent() -> None:
     sequences = store(turn("t0", [1, 2], [9]), turn("t1", [3, 4], [8]))
     assert sequences.parent("t1") is None

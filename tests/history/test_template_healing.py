@@ -182,6 +182,60 @@ def test_reply_that_is_a_prefix_of_a_mark_is_closed_with_the_whole_mark(
     assert plan.prompt_ids.tolist() == bpe.encode(bpe.render(said, None, True)).tolist()
 
 
+def variant(bpe: TemplateRenderer, old: str, new: str) -> TemplateRenderer:
+    """The renderer with a part of its template replaced."""
+    template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+    assert old in template
+    return TemplateRenderer(bpe._tokenizer, template.replace(old, new))
+
+
+def test_line_break_that_a_template_adds_later_is_no_reset(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """Hermes writes a line break after a tool result once another message follows it."""
+    old = "'\\n</tool_response>' }}"
+    renderer = variant(bpe, old, old + "{{- '' if loop.last else '\\n' }}")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather"), assistant("", (CALL,)), tool("sunny")]
+    chat.turn(said[:2], CALL_TEXT + "<|im_end|>", said[2])
+    chat.turn(said, "It is sunny.<|im_end|>")
+    plan = chat.turn([*said, assistant("It is sunny."), user("thanks")], "Yes.<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("healed", "template_rewrote_history")
+    assert renderer.decode(plan.prompt_tail.array) == (
+        "\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(chat.rows()) == 1
+
+
+def test_call_that_the_template_does_not_show_is_kept(bpe: TemplateRenderer, converse: Any) -> None:
+    renderer = variant(bpe, "message.tool_calls or []", "[]")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather")]
+    chat.turn(said, CALL_TEXT + "<|im_end|>", assistant("", (CALL,)))
+    plan = chat.turn([*said, assistant("", (CALL,)), user("sunny")], "It is sunny.<|im_end|>")
+    assert plan.continuity == "healed"
+    assert renderer.decode(plan.prompt_tail.array) == (
+        "\n<|im_start|>user\nsunny<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_system_text_that_moves_to_the_last_user_message_is_a_reset(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """Mistral shows the system text before the last user message: no splice can follow that."""
+    template = (
+        "{%- for m in messages if m.role != 'system' %}<|im_start|>"
+        "{%- if loop.last %}{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>"
+        "{%- endfor %}"
+    )
+    chat = converse(TemplateRenderer(bpe._tokenizer, template))
+    chat.turn([SYSTEM, user("hello")], "Hello there<|im_end|>")
+    said = [SYSTEM, user("hello"), assistant("Hello there"), user("thanks")]
+    plan = chat.turn(said, "Yes<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
+    assert chat.renderer.decode(plan.prompt_ids) == chat.renderer.render(said, None, True)
+
+
 def test_template_error_names_what_the_template_said() -> None:
     renderer = TemplateRenderer(
         Tokenizer(models.BPE()), "{{ raise_exception('roles must alternate') }}"
@@ -244,13 +298,10 @@ def test_reasoning_opened_by_the_generation_prompt_stays_inside_its_block(
     bpe: TemplateRenderer, converse: Any
 ) -> None:
     """The opening ends with <think>, so the sampled text holds the closing marker only."""
-    template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
-    opened = TemplateRenderer(
-        bpe._tokenizer,
-        template.replace(
-            "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}",
-            "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n' }}",
-        ),
+    opened = variant(
+        bpe,
+        "add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}",
+        "add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n' }}",
     )
     assert template_facts(opened).opening == "<|im_start|>assistant\n<think>\n"
     chat = converse(opened)

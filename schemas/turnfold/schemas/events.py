@@ -29,7 +29,7 @@ Split = Literal["train", "eval"]
 Continuity = Literal["first", "extended", "healed", "reset", "forked", "passthrough"]
 """How a turn's prompt relates to the tokens already sampled.
 
-first        no earlier turn in this session
+first        no earlier turn of this conversation in the session
 extended     the client's history rendered to an exact extension of the parent as it stands
 healed       it would have drifted; saved tokens were spliced in, so it extends the parent
 reset        no stored turn was a prefix of the history; a fresh segment begins
@@ -96,7 +96,8 @@ class Divergence(Wire, frozen=True, kw_only=True):
 
     cause: str
     """tool_arguments_reordered, whitespace, reasoning_dropped, content_edited, message_removed,
-    system_changed, tools_changed, template_rewrote_history, retokenized or unknown."""
+    system_changed, tools_changed, compaction, template_rewrote_history, reply_reformatted,
+    retokenized or unknown."""
     message_index: int = -1
     """First message that differs, counted in the request; -1 when all are equal."""
     token_index: int = -1

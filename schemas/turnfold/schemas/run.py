@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from turnfold.schemas.codec import digest
 from turnfold.schemas.wire import Wire
 
@@ -38,6 +40,9 @@ class RunConfig(Wire, frozen=True, kw_only=True, omit_defaults=False):
     """Times a lost group's task is dispatched in all."""
 
     def __post_init__(self) -> None:
+        # 50 and 50.0 are the same bound, so they must have the same bytes and digest.
+        for name in ("group_timeout_s", "rollout_timeout_s"):
+            msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
         for name in ("group_size", "groups_per_batch", "min_group_size", "max_row_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")

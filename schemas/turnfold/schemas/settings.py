@@ -9,7 +9,7 @@ load(Settings, os.environ, bootstrap="kafka:9")   an option wins over the enviro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -56,4 +56,6 @@ def _converted(text: str, kind: Any, name: str) -> Any:
             return msgspec.json.decode(text.encode(), type=kind)
         return msgspec.convert(text, kind, strict=False)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise SettingsError(f"{name}={text!r}: {error}") from error
+        allowed = get_args(kind) if get_origin(kind) is Literal else ()
+        hint = f"; expected one of {', '.join(map(str, allowed))}" if allowed else ""
+        raise SettingsError(f"{name}={text!r}: {error}{hint}") from error

@@ -54,41 +54,72 @@ def trajectory(
     dropped, in "tree" it is a leaf of its own. `lineage` saves resolving the turns twice. An
     aborted rollout has no rows; its ledger drops every token with the reason.
     """
-    assert state.terminal is not None, f"rollout {state.rollout_id} is still open"
     mode = mode or state.started.history_mode
     lineage = lineage or resolve(state.turns.values())
-    status, reason = _status(state, lineage)
-    if status == "aborted":
-        rows: tuple[Row, ...] = ()
-        ledger = _aborted_ledger(state.turns.values(), reason)
-    else:
+    source = Source(
+        topic=topic,
+        partition=partition,
+        first_offset=state.first_offset,
+        last_offset=state.last_offset,
+    )
+    verdict = _verdict(state, lineage)
+    if verdict.status != "aborted":
         rows = build_rows(lineage, mode)
         ledger = build_ledger(state.turns.values(), lineage, rows, mode)
-    made = _made(
-        state,
-        lineage,
-        rows,
-        ledger,
-        Source(
-            topic=topic,
-            partition=partition,
-            first_offset=state.first_offset,
-            last_offset=state.last_offset,
-        ),
+        made = _made(state, lineage, verdict, rows, ledger, source, mode)
+        if _fits_one_message(made):
+            return made
+        # Kafka would refuse it for ever.
+        verdict = _Verdict(status="aborted", reason="too_large")
+    ledger = _aborted_ledger(state.turns.values(), verdict.reason)
+    return _made(state, lineage, verdict, (), ledger, source, mode)
+
+
+class _Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    status: Status
+    reason: str = ""
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+
+
+def _verdict(state: RolloutState, lineage: Lineage) -> _Verdict:
+    """How the rollout ended: what came first in the log, or the newest revision of its reward."""
+    end = state.terminal
+    assert end is not None, f"rollout {state.rollout_id} is still open"
+    if isinstance(end, RolloutAborted):
+        return _Verdict(status="aborted", reason=end.reason)
+    final = state.revised or end
+    if not is_reward_finite(final.reward, final.rewards):
+        return _Verdict(status="aborted", reason="reward_not_finite")
+    is_truncated = end.is_truncated or _is_cut_short(lineage)
+    return _Verdict(
+        status="truncated" if is_truncated else "completed",
+        reward=final.reward,
+        rewards=final.rewards,
     )
-    made = msgspec.structs.replace(made, history_mode=mode, status=status, reason=reason)
-    if status == "aborted":
-        return msgspec.structs.replace(made, reward=None, rewards={})
-    return made if _fits_one_message(made) else _too_large(state, made)
+
+
+def _is_cut_short(lineage: Lineage) -> bool:
+    """Whether the last answer of a session ran into its token limit."""
+    last = {
+        turn.turn.event.session_id: turn.turn.event.finish_reason
+        for turn in lineage.turns.values()
+        if not turn.is_orphan
+    }
+    return "length" in last.values()
 
 
 def _made(
-    state: RolloutState, lineage: Lineage, rows: tuple[Row, ...], ledger: Ledger, source: Source
+    state: RolloutState,
+    lineage: Lineage,
+    verdict: _Verdict,
+    rows: tuple[Row, ...],
+    ledger: Ledger,
+    source: Source,
+    mode: HistoryMode,
 ) -> Trajectory:
-    started, verdict = state.started, state.revised or state.terminal
-    assert verdict is not None
     assert ledger.is_balanced, f"rollout {state.rollout_id}: {ledger}"
-    versions = _trained_versions(rows)
+    started, versions = state.started, _trained_versions(rows)
     return Trajectory(
         rollout_id=state.rollout_id,
         revision=state.revision,
@@ -99,9 +130,11 @@ def _made(
         attempt=started.attempt,
         split=started.split,
         dispatch_index=started.dispatch_index,
-        status="completed",
-        reward=getattr(verdict, "reward", None),
-        rewards=getattr(verdict, "rewards", {}),
+        history_mode=mode,
+        status=verdict.status,
+        reason=verdict.reason,
+        reward=verdict.reward,
+        rewards=verdict.rewards,
         rows=rows,
         ledger=ledger,
         num_turns=len(state.turns),
@@ -249,27 +282,6 @@ def _counted(turn: FoldedTurn, reason: str) -> dict[str, int]:
     return {reason: num_sampled} if num_sampled else {}
 
 
-def _status(state: RolloutState, lineage: Lineage) -> tuple[Status, str]:
-    if isinstance(state.terminal, RolloutAborted):
-        return "aborted", state.terminal.reason
-    assert state.terminal is not None
-    verdict = state.revised or state.terminal
-    if not is_reward_finite(verdict.reward, verdict.rewards):
-        return "aborted", "reward_not_finite"
-    is_truncated = state.terminal.is_truncated or _is_cut_short(lineage)
-    return ("truncated" if is_truncated else "completed"), ""
-
-
-def _is_cut_short(lineage: Lineage) -> bool:
-    """Whether the last answer of a session ran into its token limit."""
-    last = {
-        turn.turn.event.session_id: turn.turn.event.finish_reason
-        for turn in lineage.turns.values()
-        if not turn.is_orphan
-    }
-    return "length" in last.values()
-
-
 def _marks(state: RolloutState, lineage: Lineage, rows: tuple[Row, ...]) -> tuple[str, ...]:
     marks = {problem.mark for problem in (*state.problems, *lineage.gaps)}
     trained = {span.turn_id for row in rows for span in row.turns if span.is_trained}
@@ -292,19 +304,3 @@ def _fits_one_message(made: Trajectory) -> bool:
     if made.num_tokens * bytes_a_token < MAX_TRAJECTORY_BYTES // 2:
         return True
     return len(codec.encode(made)) <= MAX_TRAJECTORY_BYTES
-
-
-def _too_large(state: RolloutState, made: Trajectory) -> Trajectory:
-    """Kafka would refuse it for ever, so it becomes an abort that says why."""
-    reason = "too_large"
-    return msgspec.structs.replace(
-        made,
-        status="aborted",
-        reason=reason,
-        reward=None,
-        rewards={},
-        rows=(),
-        ledger=_aborted_ledger(state.turns.values(), reason),
-        min_policy_version=0,
-        max_policy_version=0,
-    )

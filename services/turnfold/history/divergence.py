@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from turnfold.history.canonical import CosmeticRules, canonical_message, is_reasoning_edited
+from turnfold.history.canonical import CosmeticRules, is_same_message
 from turnfold.schemas.events import Divergence
 from turnfold.schemas.messages import ChatMessage
 
@@ -112,19 +112,13 @@ def _edit_cause(
 
 def _assistant_cause(ours: ChatMessage, theirs: ChatMessage, rules: CosmeticRules) -> str:
     """Under rules that heal less, a difference may be cosmetic in kind and still break the match."""
-    heals_all = CosmeticRules()
-    is_cosmetic = canonical_message(ours, heals_all) == canonical_message(theirs, heals_all)
-    if not is_cosmetic or is_reasoning_edited(ours, theirs):
+    if not is_same_message(ours, theirs, CosmeticRules()):
         return CONTENT_EDITED
     return next(iter(_causes(ours, theirs)), UNKNOWN)
 
 
 def _contains(messages: Sequence[ChatMessage], wanted: ChatMessage, rules: CosmeticRules) -> bool:
-    form = canonical_message(wanted, rules)
-    return any(
-        message.role == wanted.role and canonical_message(message, rules) == form
-        for message in messages
-    )
+    return any(is_same_message(message, wanted, rules) for message in messages)
 
 
 def _replaces_turns(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> bool:

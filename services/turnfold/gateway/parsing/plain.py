@@ -1,10 +1,27 @@
-"""Models without tools: the text is the content."""
+"""Models without tools and thinking: the text is the content."""
 
 from __future__ import annotations
 
-from turnfold.gateway.parsing.replies import ParsedReply
+from turnfold.gateway.parsing.replies import (
+    ContentText,
+    ReplyFormat,
+    ReplyParser,
+    ReplyPart,
+    Situation,
+)
 
 
-def parse(text: str, is_calling_allowed: bool, is_reasoning_open: bool) -> ParsedReply:
-    """The whole text as content."""
-    return ParsedReply(content=text)
+def begin(situation: Situation) -> ReplyParser:
+    """A parser of one reply."""
+    return _Parser()
+
+
+class _Parser:
+    def feed(self, text: str) -> list[ReplyPart]:
+        return [ContentText(text=text)] if text else []
+
+    def end(self) -> list[ReplyPart]:
+        return []
+
+
+FORMAT = ReplyFormat(name="plain", begin=begin, has_tools=False, opens_reasoning="")

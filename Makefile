@@ -47,7 +47,7 @@ format: $(STAMP)  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## Run the benchmarks; each prints JSON
-	for script in benchmarks/*.py; do $(BIN)/python $$script; done
+	for script in benchmarks/*.py benchmarks/stragglers/simulate.py benchmarks/stragglers/scale.py; do $(BIN)/python $$script; done
 
 up:  ## Start the pipeline with Docker Compose
 	docker compose up --build

@@ -46,3 +46,26 @@ def test_a_version_that_goes_back_admits_nothing_and_not_less_than_nothing() -> 
 def test_no_group_is_dispatched_that_only_a_batch_after_the_last_could_take() -> None:
     assert admissible(9, served_version=0, num_batches=3) == 12
     assert admissible(9, served_version=0, num_cut=8, num_outstanding=3, num_batches=3) == 1
+
+
+@pytest.mark.parametrize(
+    ("served", "cut", "outstanding", "overtaken", "expected"),
+    [
+        (0, 0, 0, 0, 8),  # the next batch and one more, of the 20 seats of the bound
+        (1, 4, 4, 0, 4),
+        (1, 4, 4, 3, 7),  # three slow groups do not hold up quick ones
+        (1, 4, 20, 20, 0),  # but have their seats
+    ],
+)
+def test_seats_beyond_the_lookahead_are_for_overtaken_groups(
+    served: int, cut: int, outstanding: int, overtaken: int, expected: int
+) -> None:
+    got = admissible(
+        4,
+        served_version=served,
+        num_cut=cut,
+        num_outstanding=outstanding,
+        lookahead=1,
+        num_overtaken=overtaken,
+    )
+    assert got == expected

@@ -24,7 +24,7 @@ class RunConfig(Wire, frozen=True, kw_only=True, omit_defaults=False):
     """Groups in a batch (verl: data.train_batch_size)."""
     min_group_size: int = 2
     """Fewest survivors for a group to be trained."""
-    max_staleness: int = 1
+    max_staleness: int = 2
     """Batches that a row may lag behind the policy it trains; 0 is strictly on-policy."""
     on_stale: Literal["drop", "train"] = "drop"
     """What happens to a group beyond max_staleness: dropped with a reason, or trained."""

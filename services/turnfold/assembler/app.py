@@ -14,7 +14,7 @@ import time
 from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
 
 from turnfold.assembler import metrics
-from turnfold.assembler.cut import Wait, decide, is_too_early
+from turnfold.assembler.cut import Wait, decide, is_too_early, strands_running
 from turnfold.assembler.groups import GroupsState, TopicName, summary
 from turnfold.assembler.settings import Settings
 from turnfold.log.client import BrokerUnavailable, Producer, Reader, Record, dead_letter
@@ -64,6 +64,7 @@ class _Assembler:
     ) -> None:
         self.topics = topics = settings.topics
         self.max_ahead = settings.max_ahead
+        self.is_slow_awaited = settings.is_slow_awaited and config.on_stale == "drop"
         self.config = config
         self.state = GroupsState(config)
         self.producer = producer
@@ -106,11 +107,14 @@ class _Assembler:
             return None
         # When to take a decision is up to the clock anyway; what it says is not: a replay at the
         # same positions and time finds the same.
-        if isinstance(decision, BatchCut) and is_too_early(
-            decision, self._published, self.max_ahead
-        ):
+        if isinstance(decision, BatchCut) and self._had_better_wait(decision, now):
             return None
         return decision
+
+    def _had_better_wait(self, cut: BatchCut, now: float) -> bool:
+        if is_too_early(cut, self._published, self.max_ahead):
+            return True
+        return self.is_slow_awaited and strands_running(self.state, cut, now)
 
     async def _catch_up(self) -> None:
         topics = [

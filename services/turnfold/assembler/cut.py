@@ -17,6 +17,7 @@ import msgspec
 
 from turnfold.assembler.groups import Group, GroupsState, RolloutSummary
 from turnfold.schemas.batches import BatchCut, GroupDropped, GroupRef, LeftOut
+from turnfold.schemas.decisions import group_ids
 from turnfold.schemas.run import RunConfig
 
 
@@ -57,6 +58,35 @@ def is_too_early(cut: BatchCut, published: int, max_ahead: int | None) -> bool:
     staleness that slow ones are allowed. None cuts at once.
     """
     return max_ahead is not None and cut.index > published + 1 + max_ahead
+
+
+def strands_running(state: GroupsState, cut: BatchCut, now: float) -> bool:
+    """Whether this cut had better wait for a group that still runs.
+
+    A group sampled by version v can be trained in batches up to v + max_staleness + 1. A cut that
+    leaves more groups than there are seats in the batches up to their last one makes some of them
+    stale, and always slow ones. With groups_per_batch 2 and max_staleness 1, for batch 2 and the
+    versions of the groups that it leaves:
+
+        0 running                   its last batch is 2: wait
+        0 complete                  waiting does not help: cut
+        1 running, 1 and 1 done     three groups for the two seats of batch 3: wait
+        1 running, 1 done           both fit into batch 3: cut
+
+    No wait is longer than until the deadline of the group.
+    """
+    config, in_batch = state.config, set(group_ids(cut))
+    left = [
+        (max(cut.index, group.oldest_version + config.max_staleness + 1), group)
+        for group_id, group in state.open.items()
+        if group_id not in in_batch and group.task is not None
+    ]
+    is_any_running = False
+    for num_left, (last, group) in enumerate(sorted(left, key=lambda item: item[0]), start=1):
+        is_any_running = is_any_running or state.is_running(group, now)
+        if is_any_running and num_left > (last - cut.index) * config.groups_per_batch:
+            return True
+    return False
 
 
 def survivors(group: Group, config: RunConfig) -> tuple[list[RolloutSummary], list[LeftOut]]:

@@ -121,6 +121,8 @@ class TaskSummary(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     dispatch_index: int
     n: int
+    policy_version: int
+    """Served when it was dispatched: no rollout of it is sampled by an older one."""
     dispatched_at: float
 
 
@@ -151,6 +153,14 @@ class Group(msgspec.Struct, kw_only=True):
     def order(self) -> Order:
         index = self.dispatch_index
         return (0, index, self.group_id) if index >= 0 else (1, 0, self.group_id)
+
+    @property
+    def oldest_version(self) -> int:
+        """No version older than this has sampled what may be trained of it."""
+        done = [r.min_policy_version for r in self.rollouts.values() if r.is_completed]
+        if self.task is not None and len(self.rollouts) < self.task.n:
+            done.append(self.task.policy_version)
+        return min(done, default=0)
 
     def is_complete(self, group_size: int) -> bool:
         """Whether every slot has a terminal trajectory.
@@ -234,6 +244,7 @@ class GroupsState:
                 task_id=task.task_id,
                 dispatch_index=task.dispatch_index,
                 n=task.n,
+                policy_version=task.policy_version,
                 dispatched_at=task.dispatched_at,
             )
         self._relist(group, self._place(group))
@@ -278,6 +289,10 @@ class GroupsState:
             return None
         deadline, _ = self._running.places[start]
         return None if math.isinf(deadline) else deadline
+
+    def is_running(self, group: Group, now: float) -> bool:
+        """Whether it is dispatched and will be complete or past its deadline, but is not yet."""
+        return group.place is not None and now < group.place[0] < math.inf
 
     @property
     def num_running(self) -> int:

@@ -34,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Passes over the data set; the last batch is filled up from the pass after that."""
     max_in_flight: int | None = None
     """Groups in flight at a time, whatever the pace would allow."""
+    lookahead: int | None = None
+    """Batches beyond the next one that groups are dispatched for, slow groups apart."""
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
@@ -71,6 +73,8 @@ class DispatchState:
         """Groups dispatched and neither in a batch nor dropped."""
         self.num_cut = 0
         """Groups in batches."""
+        self.youngest_cut = -1
+        """Highest dispatch index in a batch."""
         self.served_version: int | None = None
         self.next_dispatch_index = 0
         self.last: Task | None = None
@@ -104,6 +108,8 @@ class DispatchState:
             return False
         if isinstance(decision, BatchCut):
             self.num_cut += len(decision.groups)
+            youngest = max(group.dispatch_index for group in decision.groups)
+            self.youngest_cut = max(self.youngest_cut, youngest)
         for group_id in group_ids(decision):
             task = self.outstanding.pop(group_id, None)
             if isinstance(decision, GroupDropped) and decision.reason in RETRIED_REASONS:
@@ -117,6 +123,11 @@ class DispatchState:
         """What counts is what the engines serve, not what the trainer has published."""
         if isinstance(event, PolicyServed) and event.run_id == self.config.run_id:
             self.served_version = event.policy_version
+
+    @property
+    def num_overtaken(self) -> int:
+        """Outstanding groups that are older than a group in a batch."""
+        return sum(task.dispatch_index < self.youngest_cut for task in self.outstanding.values())
 
     @property
     def next_place(self) -> Place:
@@ -211,6 +222,8 @@ def _num_admissible(state: DispatchState, limits: Limits) -> int:
         num_cut=state.num_cut,
         num_outstanding=len(state.outstanding),
         num_batches=limits.num_batches,
+        lookahead=limits.lookahead,
+        num_overtaken=state.num_overtaken,
     )
     if limits.max_in_flight is not None:
         count = min(count, max(0, limits.max_in_flight - len(state.outstanding)))

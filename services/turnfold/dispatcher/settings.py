@@ -24,6 +24,11 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Batches of the run: no group is dispatched beyond them, and then it ends."""
     max_groups_in_flight: int | None = None
     """Upper limit of groups in flight, whatever the staleness bound would allow."""
+    lookahead: int = 1
+    """Batches beyond the next one that groups are dispatched for; -1 as many as the bound allows.
+
+    Seats beyond are kept for slow groups, so that only these are as old as max_staleness.
+    """
     history_mode: HistoryMode = "linear"
     """linear heals a client's history back to the sampled tokens, tree takes it as it renders."""
     nonlinear: NonlinearPolicy = "reset"
@@ -49,6 +54,7 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
             num_batches=self.num_batches,
             epochs=self.epochs,
             max_in_flight=self.max_groups_in_flight,
+            lookahead=None if self.lookahead < 0 else self.lookahead,
         )
 
     @property

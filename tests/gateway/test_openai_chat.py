@@ -10,7 +10,7 @@ from turnfold.gateway.protocols.openai_chat import (
     error_body,
     read_call,
 )
-from turnfold.gateway.refusals import Refusal, context_length_exceeded
+from turnfold.gateway.refusals import ContextLengthExceeded, Refusal
 from turnfold.schemas.messages import ChatMessage, ToolCall
 
 USER = {"role": "user", "content": "hi"}
@@ -192,7 +192,7 @@ ANSWER = Answer(
 
 
 def test_an_answer_has_openais_form() -> None:
-    assert msgspec.json.decode(answer_body(ANSWER)) == {
+    assert msgspec.json.decode(answer_body(ANSWER, read())) == {
         "id": "chatcmpl-t1",
         "object": "chat.completion",
         "created": 5,
@@ -224,22 +224,23 @@ def test_an_answer_has_openais_form() -> None:
 
 
 def test_a_stream_ends_with_its_reason_the_usage_and_done() -> None:
-    *_, last, usage, done = answer_events(ANSWER, True)
+    streamed = read(stream=True, stream_options={"include_usage": True})
+    *_, last, usage, done = answer_events(ANSWER, streamed)
     assert b'"finish_reason":"tool_calls"' in last
     assert b'"choices":[],"usage":{"prompt_tokens":3' in usage
     assert done == b"data: [DONE]\n\n"
-    assert b"usage" not in b"".join(answer_events(ANSWER, False))
+    assert b"usage" not in b"".join(answer_events(ANSWER, read()))
 
 
 def test_a_cut_reply_says_length() -> None:
     cut = msgspec.structs.replace(
         ANSWER, reply=ChatMessage(role="assistant", content="a"), finish_reason="length"
     )
-    assert b'"finish_reason":"length"' in answer_body(cut)
+    assert b'"finish_reason":"length"' in answer_body(cut, read())
 
 
 def test_errors_have_openais_form() -> None:
-    assert msgspec.json.decode(error_body(context_length_exceeded(12, 10), "req_1")) == {
+    assert msgspec.json.decode(error_body(ContextLengthExceeded(12, 10), "req_1")) == {
         "error": {
             "message": "This model's maximum context length is 10 tokens. However, your messages "
             "resulted in 12 tokens. Please reduce the length of the messages.",

@@ -149,6 +149,9 @@ class TurnCompleted(RolloutEvent, frozen=True, kw_only=True, tag="turn_completed
     """Seconds that the engine took."""
     pinned: tuple[tuple[str, str], ...] = ()
     """Volatile nonces replaced before rendering: (what came, what it was pinned to)."""
+    has_instructions: bool = False
+    """The first message of the history is `instructions` of OpenAI's responses API: a later call
+    that names this turn as the previous response brings its own."""
 
 
 class TurnFailed(RolloutEvent, frozen=True, kw_only=True, tag="turn_failed"):

@@ -20,6 +20,7 @@ from turnfold.gateway.http.app import create_app, open_gateway
 from turnfold.gateway.parsing.detection import UnknownFormat, reply_format_of
 from turnfold.gateway.parsing.replies import ReplyFormat
 from turnfold.gateway.settings import DEV_SECRET, Settings
+from turnfold.gateway.turns.pinning import compile_pins
 from turnfold.history.errors import RenderError
 from turnfold.log.service import Health, run_service
 from turnfold.schemas.errors import UserError
@@ -89,6 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def model_and_format(settings: Settings) -> tuple[ModelDirectory, ReplyFormat]:
     """The model and how it writes its replies. Raises SettingsError saying what to set."""
+    compile_pins(settings.pinned_patterns)  # said now rather than at the first call
     model = load_model_directory(settings.model)
     with suppress(RenderError):
         # Imports and compiles what the first turn would otherwise wait for.

@@ -44,6 +44,16 @@ class ModelCall(Wire, frozen=True, kw_only=True):
     is_usage_streamed: bool = False
     has_logprobs: bool = False
     """The agent wants the logprobs of the sampled tokens."""
+    previous_turn_id: str = ""
+    """Turn of the session whose history and reply come before the messages."""
+    has_instructions: bool = False
+    """The first message is not inherited by a call that names the turn of this one as previous."""
+    is_reasoning_hidden: bool = False
+    """The agent wants no text of the reasoning, only the token that stands for it."""
+    is_reasoning_sealed: bool = False
+    """The agent wants the reasoning in an opaque token as well."""
+    pinned: tuple[tuple[str, str], ...] = ()
+    """Volatile nonces in the messages: (what came, what stands there instead)."""
 
 
 class TokenLogprob(Wire, frozen=True, kw_only=True):
@@ -63,6 +73,8 @@ class Answer(Wire, frozen=True, kw_only=True):
     reply: ChatMessage
     finish_reason: str
     """stop or length."""
+    stop_reason: int | str | None = None
+    """The stop sequence that ended the reply, or the stop token."""
     num_prompt_tokens: int
     num_output_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -92,8 +104,8 @@ def biasing_params(params: CallParams) -> dict[str, Any]:
 def request_digest(call: ModelCall) -> str:
     """sha256 of the call: a client that repeats a request repeats the digest.
 
-    Whether the answer is streamed makes no difference to what is sampled. Raises OverflowError when
-    a number does not fit the log.
+    Neither whether the answer is streamed nor a volatile nonce makes a difference to what is
+    sampled. Raises OverflowError when a number does not fit the log.
     """
-    plain = msgspec.structs.replace(call, is_streamed=False, is_usage_streamed=False)
+    plain = msgspec.structs.replace(call, is_streamed=False, is_usage_streamed=False, pinned=())
     return hashlib.sha256(msgspec.msgpack.encode(plain)).hexdigest()

@@ -56,11 +56,16 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return Refusal("invalid_request", message, param=param, code=code)
 
 
-def context_length_exceeded(num_prompt_tokens: int, limit: int) -> Refusal:
+class ContextLengthExceeded(Refusal):
     """No room for even one output token; worded as agents' frameworks expect it."""
-    return invalid(
-        f"This model's maximum context length is {limit} tokens. However, your messages resulted "
-        f"in {num_prompt_tokens} tokens. Please reduce the length of the messages.",
-        param="messages",
-        code="context_length_exceeded",
-    )
+
+    def __init__(self, num_prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            "invalid_request",
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {num_prompt_tokens} tokens. Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.limit = limit

@@ -32,7 +32,10 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     nonlinear: NonlinearPolicy = "reset"
     """Policy of rollouts that do not name one."""
     reply_format: str = ""
-    """How the model writes reasoning and tool calls (qwen, reasoning, plain); found from the template when unset."""
+    """How the model writes reasoning and tool calls: qwen, qwen_coder, llama, mistral, deepseek,
+    glm, gpt_oss, minimax, reasoning or plain; found from the chat template when unset."""
+    pinned_patterns: tuple[str, ...] = (r"\bcch=([0-9a-zA-Z]+);",)
+    """What changes in system text from call to call and means nothing, one group around it."""
     engine_timeout_s: float = 600.0
     """Longest wait for one reply of an engine."""
     max_body_bytes: int = 64 * 1024 * 1024

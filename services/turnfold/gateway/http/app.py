@@ -14,13 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from turnfold.gateway import keys, metrics
+from turnfold.gateway import keys
 from turnfold.gateway.backends.model_directory import ModelDirectory
 from turnfold.gateway.backends.vllm import VllmEngines
-from turnfold.gateway.calls import Answer, ModelCall
 from turnfold.gateway.client import EventLog, LogUnavailable
 from turnfold.gateway.control import (
     AbortRollout,
@@ -30,23 +29,22 @@ from turnfold.gateway.control import (
     ReviseReward,
     StartRollout,
 )
-from turnfold.gateway.http.errors import error_response, refusal_of
-from turnfold.gateway.http.requests import bearer, decode, is_retry, read_body, until_disconnected
-from turnfold.gateway.keys import SessionKey
+from turnfold.gateway.http.errors import error_response, refusal_of, request_id_headers
+from turnfold.gateway.http.model_calls.app import Endpoint, ModelEndpoints, request_id_of
+from turnfold.gateway.http.requests import bearer, decode, read_body
 from turnfold.gateway.parsing.replies import ReplyFormat
-from turnfold.gateway.protocols import openai_chat
+from turnfold.gateway.protocols import anthropic_messages, openai_chat, openai_responses
 from turnfold.gateway.protocols.protocol import ModelProtocol
 from turnfold.gateway.refusals import Refusal, invalid
-from turnfold.gateway.rollouts.app import Entry, Flight, RolloutStore
+from turnfold.gateway.rollouts.app import Entry, RolloutStore
 from turnfold.gateway.settings import Settings
-from turnfold.gateway.turns.app import CallContext, ModelCalls
+from turnfold.gateway.turns.app import ModelCalls
+from turnfold.gateway.turns.pinning import compile_pins
 
-_KEEPALIVE = b": keepalive\n\n"
 _CURRENT = "current"
 """In a path: the rollout of the key that came with the request."""
 
 B = TypeVar("B")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Gateway:
@@ -73,6 +71,7 @@ class Gateway:
             engines=engines,
             renderer=model.renderer,
             reply_format=reply_format,
+            pins=compile_pins(settings.pinned_patterns),
             clock=time.time,
             new_id=_new_id,
         )
@@ -108,17 +107,25 @@ async def open_gateway(
 
 def create_app(gateway: Gateway) -> Starlette:
     """The ASGI application; `/v1/v1/…` is what SDKs make of a base URL that has the version too."""
-    http = _Http(gateway)
+    models = ModelEndpoints(gateway.calls, gateway.settings)
+    http = _Http(gateway, models)
     routes = [
         Route("/healthz", http.healthz),
         Route("/readyz", http.readyz),
         Route("/metrics", http.metrics),
     ]
+    posted: dict[str, Endpoint] = {
+        "chat/completions": models.model_call(openai_chat),
+        "responses": models.model_call(openai_responses),
+        "responses/input_tokens": models.prompt_count(openai_responses),
+        "messages": models.model_call(anthropic_messages),
+        "messages/count_tokens": models.prompt_count(anthropic_messages),
+    }
     for prefix in ("/v1", "/v1/v1"):
         rollout = f"{prefix}/rollouts/{{rollout_id}}"
+        routes += [Route(f"{prefix}/{path}", posted[path], methods=["POST"]) for path in posted]
         routes += [
-            Route(f"{prefix}/chat/completions", http.model_call(openai_chat), methods=["POST"]),
-            Route(f"{prefix}/models", http.models),
+            Route(f"{prefix}/models", http.list_models),
             Route(f"{prefix}/rollouts", http.start, methods=["POST"]),
             Route(rollout, http.inspect),
             Route(f"{rollout}/finish", http.finish, methods=["POST"]),
@@ -135,8 +142,9 @@ def create_app(gateway: Gateway) -> Starlette:
 class _Http:
     """Endpoints; each turns a request into a call of the parts and a result into a response."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, models: ModelEndpoints) -> None:
         self.gateway = gateway
+        self.models = models
         self.settings = gateway.settings
 
     async def healthz(self, request: Request) -> Response:
@@ -154,95 +162,21 @@ class _Http:
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
+        """One list for both kinds of SDKs: OpenAI's names and, after them, Anthropic's."""
+        name = self.gateway.model_name
         model = {
-            "id": self.gateway.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "turnfold",
             "max_model_len": await self.gateway.engines.max_context_tokens(),
+            "type": "model",
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
         }
-        return _json({"object": "list", "data": [model]})
-
-    def model_call(self, protocol: ModelProtocol) -> Endpoint:
-        """The endpoint of one protocol."""
-
-        async def endpoint(request: Request) -> Response:
-            request_id = _request_id(request)
-            with metrics.IN_FLIGHT.track_inprogress():
-                try:
-                    return await self._model_call(request, protocol)
-                except Exception as error:
-                    refusal = refusal_of(error, request_id)
-                    return error_response(
-                        protocol.error_body(refusal, request_id), refusal, request_id
-                    )
-
-        return endpoint
-
-    async def _model_call(self, request: Request, protocol: ModelProtocol) -> Response:
-        key = self._session_key(request)
-        body = await read_body(request, self.settings.max_body_bytes)
-        call = await asyncio.to_thread(protocol.read_call, body)
-        context = CallContext(
-            key=key,
-            idempotency_key=request.headers.get("idempotency-key", ""),
-            is_retry=is_retry(request),
-        )
-        flight = await self.gateway.calls.join(call, context)
-        is_handed_on = False
-        try:
-            gone = asyncio.create_task(until_disconnected(request))
-            try:
-                await _wait(flight, gone, self._patience_s(call))
-            finally:
-                gone.cancel()
-            if flight.task is not None and flight.task.done():
-                return self._whole_response(request, protocol, call, _result(flight))
-            if gone.done() and not gone.cancelled():
-                return Response(status_code=499)
-            is_handed_on = True
-            events = self._live_events(request, protocol, call, flight)
-            return _event_stream(events, _request_id(request))
-        finally:
-            if not is_handed_on:
-                self.gateway.calls.leave(flight)
-
-    def _patience_s(self, call: ModelCall) -> float | None:
-        """How long to wait for the turn before a stream is begun without it."""
-        return self.settings.stream_keepalive_s if call.is_streamed else None
-
-    def _whole_response(
-        self, request: Request, protocol: ModelProtocol, call: ModelCall, answer: Answer
-    ) -> Response:
-        request_id = _request_id(request)
-        if not call.is_streamed:
-            return _json_bytes(protocol.answer_body(answer), request_id)
-
-        async def events() -> AsyncIterator[bytes]:
-            for event in protocol.answer_events(answer, call.is_usage_streamed):
-                yield event
-
-        return _event_stream(events(), request_id)
-
-    async def _live_events(
-        self, request: Request, protocol: ModelProtocol, call: ModelCall, flight: Flight
-    ) -> AsyncIterator[bytes]:
-        """Comments while the engine is silent, then the answer, or the error as an event."""
-        request_id = _request_id(request)
-        assert flight.task is not None
-        metrics.IN_FLIGHT.inc()
-        try:
-            while not flight.task.done():
-                yield _KEEPALIVE
-                await asyncio.wait({flight.task}, timeout=self.settings.stream_keepalive_s)
-            for event in protocol.answer_events(_result(flight), call.is_usage_streamed):
-                yield event
-        except Exception as error:
-            yield protocol.error_event(refusal_of(error, request_id), request_id)
-        finally:
-            metrics.IN_FLIGHT.dec()
-            self.gateway.calls.leave(flight)
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return _json({"object": "list", "data": [model], **page})
 
     async def start(self, request: Request) -> Response:
         async def work(body: StartRollout) -> dict[str, Any]:
@@ -308,9 +242,9 @@ class _Http:
     async def _answered(
         self, request: Request, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> Response:
-        request_id = _request_id(request)
+        request_id = request_id_of(request)
         try:
-            return _json(await work(), headers={"x-request-id": request_id})
+            return _json(await work(), headers=request_id_headers(request_id))
         except Exception as error:
             refusal = refusal_of(error, request_id)
             body = openai_chat.error_body(refusal, request_id)
@@ -324,15 +258,12 @@ class _Http:
             if asked == _CURRENT:
                 raise invalid("`current` is the rollout of a session key; name it", "rollout_id")
             return await self.gateway.store.find(asked)
-        key = self._session_key(request)
+        key = self.models.session_key(request)
         if asked not in (_CURRENT, key.rollout_id) or not is_own_key_enough:
             raise Refusal(
                 "permission", "this key gives no access to that", code="insufficient_permissions"
             )
         return await self.gateway.store.get(key.rollout_id, key.partition, key.offset)
-
-    def _session_key(self, request: Request) -> SessionKey:
-        return keys.verify(bearer(request), self.settings.key_secret, time.time())
 
     def _is_control_key(self, given: str) -> bool:
         return keys.matches(given, self.settings.control_key)
@@ -351,44 +282,22 @@ async def _is_answering(events: EventLog) -> bool:
     return True
 
 
-async def _wait(flight: Flight, gone: asyncio.Task[None], timeout_s: float | None) -> None:
-    assert flight.task is not None
-    await asyncio.wait({flight.task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _result(flight: Flight) -> Answer:
-    """The answer of a turn that is done. Raises what the turn raised."""
-    assert flight.task is not None
-    if flight.task.cancelled():
-        raise Refusal(
-            "conflict", "the rollout ended while this turn was made", code="rollout_closed"
-        )
-    return flight.task.result()
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in the form of the APIs spoken here."""
     assert isinstance(error, HTTPException)
-    refusal = Refusal(
-        "not_found", f"{request.method} {request.url.path} does not exist here", code="not_found"
-    )
-    request_id = _request_id(request)
-    response = error_response(openai_chat.error_body(refusal, request_id), refusal, request_id)
+    path = request.url.path
+    refusal = Refusal("not_found", f"{request.method} {path} does not exist here", code="not_found")
+    request_id = request_id_of(request)
+    protocol: ModelProtocol = anthropic_messages if "/messages" in path else openai_chat
+    response = error_response(protocol.error_body(refusal, request_id), refusal, request_id)
     response.status_code = error.status_code
     return response
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    request_id = _request_id(request)
+    request_id = request_id_of(request)
     refusal = refusal_of(error, request_id)
     return error_response(openai_chat.error_body(refusal, request_id), refusal, request_id)
-
-
-def _request_id(request: Request) -> str:
-    """Made up once for each request."""
-    if not hasattr(request.state, "request_id"):
-        request.state.request_id = f"req_{_new_id()}"
-    return str(request.state.request_id)
 
 
 def _new_id() -> str:
@@ -397,12 +306,3 @@ def _new_id() -> str:
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-def _json_bytes(body: bytes, request_id: str) -> Response:
-    return Response(body, 200, {"x-request-id": request_id}, media_type="application/json")
-
-
-def _event_stream(events: AsyncIterator[bytes], request_id: str) -> Response:
-    headers = {"x-request-id": request_id, "cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, 200, headers, media_type="text/event-stream")

@@ -41,10 +41,15 @@ def refusal_of(error: Exception, request_id: str) -> Refusal:
     )
 
 
+def request_id_headers(request_id: str) -> dict[str, str]:
+    """The id under the names that OpenAI's and Anthropic's SDKs look for."""
+    return {"x-request-id": request_id, "request-id": request_id}
+
+
 def error_response(body: bytes, refusal: Refusal, request_id: str) -> Response:
     metrics.REFUSED.labels(str(refusal.status), refusal.code or "").inc()
     headers = {
-        "x-request-id": request_id,
+        **request_id_headers(request_id),
         "x-should-retry": "true" if refusal.is_retriable else "false",
     }
     return Response(body, refusal.status, headers, media_type="application/json")

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from turnfold.gateway.keys import PREFIX
 from turnfold.gateway.refusals import Refusal, invalid
 
 B = TypeVar("B")
@@ -37,6 +38,13 @@ def decode(body: bytes, kind: type[B]) -> B:
 def bearer(request: Request) -> str:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else ""
+
+
+def api_key(request: Request) -> str:
+    """The key of an agent: SDKs send it as a bearer token or as `x-api-key`, some send both."""
+    given = (bearer(request), request.headers.get("x-api-key", "").strip())
+    ours = (key for key in given if key.startswith(PREFIX))
+    return next(ours, given[0] or given[1])
 
 
 def is_retry(request: Request) -> bool:

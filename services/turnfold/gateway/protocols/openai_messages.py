@@ -9,7 +9,7 @@ from turnfold.gateway.parsing.arguments import parse_arguments
 from turnfold.gateway.refusals import invalid
 from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 
-_ROLES = {
+ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -32,15 +32,15 @@ def read_messages(messages: Iterable[dict[str, Any]]) -> tuple[ChatMessage, ...]
 
 def _message(message: dict[str, Any], at: str) -> ChatMessage:
     role = message.get("role")
-    if role not in _ROLES:
-        hint = ": use `tool`" if role == "function" else f": expected one of {', '.join(_ROLES)}"
+    if role not in ROLES:
+        hint = ": use `tool`" if role == "function" else f": expected one of {', '.join(ROLES)}"
         raise invalid(f"{at}.role: {role!r} is not supported{hint}", f"{at}.role")
     for name in ("function_call", "audio"):
         if message.get(name) is not None:
             raise invalid(f"{at}.{name} is not supported", f"{at}.{name}")
-    content = _text(message.get("content"), f"{at}.content")
+    content = text_of(message.get("content"), f"{at}.content")
     return ChatMessage(
-        role=_ROLES[role],
+        role=ROLES[role],
         content=content or _optional_text(message, "refusal", at),
         reasoning=_optional_text(message, "reasoning_content", at)
         or _optional_text(message, "reasoning", at),
@@ -50,7 +50,8 @@ def _message(message: dict[str, Any], at: str) -> ChatMessage:
     )
 
 
-def _text(content: Any, at: str) -> str:
+def text_of(content: Any, at: str) -> str:
+    """Text, or the text of parts joined by newlines; raises Refusal for a part that is no text."""
     if content is None:
         return ""
     if isinstance(content, str):

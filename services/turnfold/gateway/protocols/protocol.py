@@ -14,14 +14,16 @@ class ModelProtocol(Protocol):
 
     NAME: str
     """As recorded on the turn."""
+    KEEPALIVE: bytes
+    """Sent in a stream while there is nothing to say."""
 
     def read_call(self, body: bytes) -> ModelCall:
         """The request. Raises Refusal naming the field that is wrong or not supported."""
 
-    def answer_body(self, answer: Answer) -> bytes:
-        """The whole response, as JSON."""
+    def answer_body(self, answer: Answer, call: ModelCall) -> bytes:
+        """The whole response, as JSON; `call` is what it answers."""
 
-    def answer_events(self, answer: Answer, is_usage_included: bool) -> Iterator[bytes]:
+    def answer_events(self, answer: Answer, call: ModelCall) -> Iterator[bytes]:
         """The response as server-sent events, the closing one included."""
 
     def error_body(self, refusal: Refusal, request_id: str) -> bytes:
@@ -29,3 +31,13 @@ class ModelProtocol(Protocol):
 
     def error_event(self, refusal: Refusal, request_id: str) -> bytes:
         """The error as the last server-sent event of a response that has begun."""
+
+
+class CountingProtocol(ModelProtocol, Protocol):
+    """A protocol that also says how long a prompt is."""
+
+    def read_count(self, body: bytes) -> ModelCall:
+        """The call whose prompt is counted. Raises Refusal."""
+
+    def count_body(self, num_prompt_tokens: int) -> bytes:
+        """The number, as JSON."""

@@ -33,8 +33,10 @@ class RecordedTurn(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     reply: ChatMessage
     finish_reason: str
+    stop_reason: int | str | None
     num_prompt_tokens: int
     logprobs: Logprobs
+    has_instructions: bool
 
 
 def recorded_turn(turn: TurnCompleted) -> RecordedTurn:
@@ -47,8 +49,10 @@ def recorded_turn(turn: TurnCompleted) -> RecordedTurn:
         model=turn.model,
         reply=turn.reply or ChatMessage(role="assistant"),
         finish_reason=turn.finish_reason,
+        stop_reason=turn.stop_reason,
         num_prompt_tokens=turn.num_prompt_tokens,
         logprobs=turn.logprobs,
+        has_instructions=turn.has_instructions,
     )
 
 
@@ -143,6 +147,10 @@ class RolloutState:
         self.continuity[turn.continuity] += 1
         self._recorded.setdefault(turn.session_id, {})[turn.turn_id] = recorded_turn(turn)
         return True
+
+    def turn(self, session_id: str, turn_id: str) -> RecordedTurn | None:
+        """The session's turn of that id."""
+        return self._recorded.get(session_id, {}).get(turn_id)
 
     def recorded(
         self, session_id: str, request_digest: str, *, idempotency_key: str = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import re
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from turnfold.gateway.refusals import Kind, Refusal, invalid
 from turnfold.gateway.rollouts.app import Entry, Flight, RolloutStore
 from turnfold.gateway.rollouts.state import RecordedTurn, recorded_turn
 from turnfold.gateway.turns import steps
+from turnfold.gateway.turns.pinning import pin_nonces
 from turnfold.history.errors import NonlinearHistory, RenderError
 from turnfold.history.heal import PromptPlan, plan_prompt
 from turnfold.history.render import Renderer
@@ -56,6 +58,7 @@ class ModelCalls:
         engines: Engines,
         renderer: Renderer,
         reply_format: ReplyFormat,
+        pins: Sequence[re.Pattern[str]] = (),
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -63,16 +66,15 @@ class ModelCalls:
         self.engines = engines
         self.renderer = renderer
         self.reply_format = reply_format
+        self._pins = pins
         self._clock = clock
         self._new_id = new_id
         self._failures: set[asyncio.Task[None]] = set()
 
     async def join(self, call: ModelCall, context: CallContext) -> Flight:
         """The turn that answers the call: recorded, in the making, or begun now. Raises Refusal."""
-        if call.tools and not self.reply_format.has_tools:
-            raise invalid(
-                "tools: this model's template knows no tools, or no parser reads them", "tools"
-            )
+        self._refuse_unreadable_tools(call)
+        call = pin_nonces(call, self._pins)
         digest = _digest(call)
         entry = await self._entry(context.key)
         flight = await self._repeated(entry, call, context, digest)
@@ -83,6 +85,16 @@ class ModelCalls:
         flight.num_waiting += 1
         return flight
 
+    async def count_prompt_tokens(self, call: ModelCall, context: CallContext) -> int:
+        """Tokens of the prompt that the call would be answered from now. Raises Refusal."""
+        self._refuse_unreadable_tools(call)
+        call = pin_nonces(call, self._pins)
+        entry = await self._entry(context.key)
+        _refuse_closed(entry)
+        session_id = context.key.session_id
+        call = await self._continued(entry, session_id, call)
+        return (await self._plan(entry, session_id, call)).num_prompt_tokens
+
     def leave(self, flight: Flight) -> None:
         """The client has its answer, or is gone."""
         flight.num_waiting -= 1
@@ -92,6 +104,12 @@ class ModelCalls:
     async def drain(self) -> None:
         """Wait until failures are recorded."""
         await asyncio.gather(*self._failures, return_exceptions=True)
+
+    def _refuse_unreadable_tools(self, call: ModelCall) -> None:
+        if call.tools and not self.reply_format.has_tools:
+            raise invalid(
+                "tools: this model's template knows no tools, or no parser reads them", "tools"
+            )
 
     async def _entry(self, key: SessionKey) -> Entry:
         try:
@@ -157,6 +175,7 @@ class ModelCalls:
         started = entry.state.started
         params = steps.effective_params(call.params, started)
         _refuse_beyond_turn_limit(entry)
+        call = await self._continued(entry, flight.session_id, call)
         plan = await self._plan(entry, flight.session_id, call)
         request = await self._request(entry, flight.session_id, plan, params, turn_id)
         generation, engine_s = await self._sample(entry, flight, request)
@@ -167,6 +186,7 @@ class ModelCalls:
             self.renderer,
             self.reply_format,
             bool(call.tools) and call.is_calling_allowed,
+            call.tools or (),
         )
         event = steps.turn_event(
             rollout_id=started.rollout_id,
@@ -185,6 +205,33 @@ class ModelCalls:
         answer = await self._record(entry, flight, event, call.has_logprobs)
         self._count(event, plan, parsed, self._clock() - begun - engine_s)
         return answer
+
+    async def _continued(self, entry: Entry, session_id: str, call: ModelCall) -> ModelCall:
+        """The call with the history of the turn that it names, if it names one."""
+        if not call.previous_turn_id:
+            return call
+        continued = await self._continued_as_known(entry, session_id, call)
+        if continued is None:
+            await self.store.catch_up(entry)
+            continued = await self._continued_as_known(entry, session_id, call)
+        if continued is None:
+            raise invalid(
+                f"Previous response with id 'resp_{call.previous_turn_id}' not found.",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        return continued
+
+    async def _continued_as_known(
+        self, entry: Entry, session_id: str, call: ModelCall
+    ) -> ModelCall | None:
+        async with entry.lock(session_id):
+            entry.fold_foreign(session_id)
+            turn = entry.state.turn(session_id, call.previous_turn_id)
+            if turn is None:
+                return None
+            history = entry.state.session(session_id).history(turn.turn_id)
+            return steps.continued_call(call, history, turn.has_instructions)
 
     async def _plan(self, entry: Entry, session_id: str, call: ModelCall) -> PromptPlan:
         planned = await self._plan_as_known(entry, session_id, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,16 +10,32 @@ import msgspec
 from turnfold.gateway.backends.engine import GenerateRequest, Generation
 from turnfold.gateway.calls import Answer, CallParams, ModelCall, TokenLogprob, biasing_params
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
-from turnfold.gateway.refusals import context_length_exceeded, invalid
+from turnfold.gateway.refusals import ContextLengthExceeded, invalid
 from turnfold.gateway.rollouts.state import RecordedTurn
 from turnfold.history.heal import PromptPlan
 from turnfold.history.render import Renderer
 from turnfold.schemas.events import RolloutStarted, Sampling, TurnCompleted
-from turnfold.schemas.messages import ChatMessage
+from turnfold.schemas.messages import ChatMessage, Tool
 from turnfold.schemas.wire import Logprobs, TokenIds
 
 _PROMPT_END_TOKENS = 8
 """Enough to see whether the prompt ends inside a thinking block."""
+
+
+def continued_call(
+    call: ModelCall, history: Sequence[ChatMessage], has_instructions: bool
+) -> ModelCall:
+    """The call with the history that it names put where it belongs.
+
+        call     instructions' u2        history  instructions u1 r1 (has_instructions)
+        result   instructions' u1 r1 u2
+
+    The instructions of the previous turn are not inherited.
+    """
+    inherited = tuple(history[1:] if has_instructions else history)
+    own = int(call.has_instructions)
+    messages = call.messages[:own] + inherited + call.messages[own:]
+    return msgspec.structs.replace(call, messages=messages)
 
 
 def effective_params(params: CallParams, started: RolloutStarted) -> CallParams:
@@ -61,7 +78,7 @@ def max_output_tokens(
         return limit
     room = max_context - num_prompt_tokens
     if room < 1:
-        raise context_length_exceeded(num_prompt_tokens, max_context)
+        raise ContextLengthExceeded(num_prompt_tokens, max_context)
     return min(limit, room)
 
 
@@ -91,12 +108,13 @@ def parse_generation(
     renderer: Renderer,
     reply_format: ReplyFormat,
     is_calling_allowed: bool,
+    tools: tuple[Tool, ...] = (),
 ) -> ParsedReply:
     """The parts of the sampled text, in time linear in it."""
     prompt_end = renderer.decode(plan.prompt_ids[-_PROMPT_END_TOKENS:])
-    is_reasoning_open = prompt_end.rstrip().endswith("<think>")
+    is_reasoning_open = reply_format.is_reasoning_open(prompt_end)
     text = sampled_text(generation, renderer)
-    return reply_format.parse(text, is_calling_allowed, is_reasoning_open)
+    return reply_format.parse(text, is_calling_allowed, is_reasoning_open, tools)
 
 
 def sampled_text(generation: Generation, renderer: Renderer) -> str:
@@ -153,6 +171,8 @@ def turn_event(
         model=call.model,
         temperature=request.temperature,
         max_tokens=request.max_tokens,
+        pinned=call.pinned,
+        has_instructions=call.has_instructions,
         **plan.event_fields(),
         **provenance,
     )
@@ -166,6 +186,7 @@ def answer_of(turn: RecordedTurn, logprobs: tuple[TokenLogprob, ...] | None = No
         model=turn.model,
         reply=turn.reply,
         finish_reason=turn.finish_reason,
+        stop_reason=turn.stop_reason,
         num_prompt_tokens=turn.num_prompt_tokens,
         num_output_tokens=len(turn.logprobs),
         logprobs=logprobs,

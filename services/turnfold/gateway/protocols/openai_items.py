@@ -1,0 +1,145 @@
+"""Items and tools of OpenAI's responses API in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from turnfold.gateway.parsing.arguments import parse_arguments
+from turnfold.gateway.protocols.openai_messages import ROLES, text_of
+from turnfold.gateway.protocols.sealed_reasoning import unseal
+from turnfold.gateway.refusals import invalid
+from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
+
+_CALL, _END = 2, 3
+_PLACES = {"reasoning": 0, "message": 1, "function_call": _CALL}
+"""Order of the items that an assistant's turn is made of."""
+
+
+def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
+    """Canonical messages; raises Refusal naming the item and field that is not understood.
+
+        message user "a"           user       a
+        reasoning "hm"             assistant  b, reasoning hm, one call
+        message assistant "b"
+        function_call
+        function_call_output "c"   tool       c
+
+    What an assistant says in one turn is several items, in the order reasoning, message, calls; an
+    item that breaks the order begins the next assistant message.
+    """
+    if isinstance(given, str):
+        return (ChatMessage(role="user", content=given),)
+    turns: list[list[ChatMessage]] = []
+    last_place = _END
+    for i, item in enumerate(given):
+        part, place = _part(item, f"input[{i}]"), _place(item)
+        if place > last_place or place == last_place == _CALL:
+            turns[-1].append(part)
+        else:
+            turns.append([part])
+        last_place = place if part.role == "assistant" else _END
+    return tuple(map(_joined, turns))
+
+
+def _place(item: dict[str, Any]) -> int:
+    """Where the item stands in the turn of an assistant; items of others stand before it."""
+    is_others = item.get("role", "assistant") != "assistant"
+    return -1 if is_others else _PLACES.get(item.get("type", "message"), -1)
+
+
+def _joined(parts: list[ChatMessage]) -> ChatMessage:
+    first, *others = parts
+    if not others:
+        return first
+    return ChatMessage(
+        role=first.role,
+        content="".join(part.content for part in parts),
+        reasoning=first.reasoning,
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+    )
+
+
+def _part(item: dict[str, Any], at: str) -> ChatMessage:
+    match item.get("type", "message"):
+        case "message":
+            return _message(item, at)
+        case "reasoning":
+            return ChatMessage(role="assistant", reasoning=_reasoning(item, at))
+        case "function_call":
+            return ChatMessage(role="assistant", tool_calls=(_call(item, at),))
+        case "function_call_output":
+            return ChatMessage(
+                role="tool",
+                content=text_of(item.get("output"), f"{at}.output"),
+                tool_call_id=_field(item, "call_id", at),
+            )
+        case "item_reference":
+            raise invalid(
+                f"{at}: an item_reference is not supported: send the item, or use "
+                "previous_response_id",
+                at,
+            )
+        case kind:
+            raise invalid(f"{at}.type: an item of type {kind!r} is not supported", f"{at}.type")
+
+
+def _message(item: dict[str, Any], at: str) -> ChatMessage:
+    role = item.get("role")
+    if role not in ROLES or role == "tool":
+        raise invalid(
+            f"{at}.role: expected user, assistant, system or developer, got {role!r}", f"{at}.role"
+        )
+    return ChatMessage(role=ROLES[role], content=text_of(item.get("content"), f"{at}.content"))
+
+
+def _reasoning(item: dict[str, Any], at: str) -> str:
+    """What the model thought; a summary is what somebody else wrote about it."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise invalid(f"{at}.content: expected a list of parts", f"{at}.content")
+    texts = [_field(part, "text", f"{at}.content[{i}]") for i, part in enumerate(parts)]
+    shown, sealed = "\n".join(texts), item.get("encrypted_content")
+    return unseal(sealed, shown) if isinstance(sealed, str) else shown
+
+
+def _call(item: dict[str, Any], at: str) -> ToolCall:
+    return ToolCall(
+        name=_field(item, "name", at),
+        arguments=parse_arguments(_field(item, "arguments", at)),
+        id=_field(item, "call_id", at),
+    )
+
+
+def _field(item: dict[str, Any], name: str, at: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{at}.{name}: expected text", f"{at}.{name}")
+    return value
+
+
+def read_flat_tools(tools: Iterable[dict[str, Any]]) -> tuple[Tool, ...]:
+    """Functions in the nested form of chat completions; `strict` is left out, as nothing holds the
+    model to it and most clients set it unasked."""
+    return tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+
+
+def _tool(tool: dict[str, Any], at: str) -> Tool:
+    if tool.get("type") != "function":
+        raise invalid(
+            f"{at}.type: {tool.get('type')!r} is not supported: only `function` is", f"{at}.type"
+        )
+    if tool.get("defer_loading"):
+        raise invalid(
+            f"{at}.defer_loading is not supported: there is no tool search", f"{at}.defer_loading"
+        )
+    function: dict[str, Any] = {"name": _field(tool, "name", at)}
+    for name in ("description", "parameters"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def flat_tool(tool: Tool) -> dict[str, Any]:
+    """The tool as the responses API shows it."""
+    return {"type": "function", "strict": False, "parameters": None, **tool["function"]}

@@ -1,0 +1,119 @@
+"""Fields that requests of all protocols have in common: decoded, refused by name, or sampled with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from turnfold.gateway.calls import CallParams
+from turnfold.gateway.refusals import invalid
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Settings of sampling; a protocol that has no field for one takes it as an extra."""
+
+    temperature: float | None = None
+    seed: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # Extras of inference servers that are not supported; each would change what is sampled.
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    stop_token_ids: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
+
+
+_UNSUPPORTED_EXTRAS = {
+    "chat_template": "the model's own template is used",
+    "chat_template_kwargs": "the model's own template is used as it is",
+    "continue_final_message": "each call opens a new assistant message",
+    "structured_outputs": "output is not constrained",
+    "guided_json": "output is not constrained",
+    "guided_regex": "output is not constrained",
+    "guided_choice": "output is not constrained",
+    "guided_grammar": "output is not constrained",
+    "stop_token_ids": "use `stop`",
+    "min_tokens": "the model decides where it stops",
+    "ignore_eos": "the model decides where it stops",
+    "bad_words": "output is not constrained",
+    "best_of": "one choice is sampled",
+    "echo": "the prompt is not repeated",
+    "prompt_logprobs": "logprobs are given for sampled tokens",
+}
+
+
+def decode_request(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
+    """The body as the decoder's type. Raises Refusal naming the field that is wrong."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or None
+        raise invalid(f"{param or 'body'}: {what}", param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise invalid("the body is nested too deeply") from error
+
+
+def refuse_unsupported(request: SamplingFields, unsupported: Mapping[str, str]) -> None:
+    """Raise Refusal for a field that is given and not supported; `unsupported` says why, by name."""
+    for name, why in {**unsupported, **_UNSUPPORTED_EXTRAS}.items():
+        if getattr(request, name) not in (None, False, [], {}):
+            raise invalid(f"{name} is not supported: {why}", name, "unsupported_parameter")
+
+
+def sampling_params(
+    request: SamplingFields, *, max_tokens: int | None, stop: Iterable[str], stop_field: str
+) -> CallParams:
+    """How to sample. Raises Refusal naming a value that is out of range."""
+    stop = tuple(stop)
+    if not all(stop):
+        raise invalid(f"{stop_field}: a stop sequence is empty", stop_field)
+    return CallParams(
+        max_tokens=max_tokens,
+        temperature=_in_range(request, "temperature", 0.0, 2.0),
+        seed=request.seed,
+        stop=stop,
+        top_p=_in_range(request, "top_p", 0.0, 1.0),
+        top_k=request.top_k,
+        min_p=_in_range(request, "min_p", 0.0, 1.0),
+        presence_penalty=_in_range(request, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=_in_range(request, "frequency_penalty", -2.0, 2.0),
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
+    )
+
+
+def at_least_one(value: int | None, name: str) -> int | None:
+    """The value. Raises Refusal when it is below 1."""
+    if value is not None and value < 1:
+        raise invalid(f"{name}: expected at least 1, got {value}", name)
+    return value
+
+
+def _in_range(request: SamplingFields, name: str, low: float, high: float) -> float | None:
+    value: float | None = getattr(request, name)
+    if value is not None and not low <= value <= high:
+        raise invalid(f"{name}: expected {low:g} to {high:g}, got {value:g}", name)
+    return value

@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-slow check format bench up down clean
+.PHONY: help install demo test test-slow test-trainer check format bench up down clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test: $(STAMP)  ## Run lint, types and the whole default test suite
 
 test-slow: $(STAMP)  ## Run the long suites too
 	$(BIN)/python -m pytest
+
+test-trainer: $(STAMP)  ## Run the trainer's tests on every driver, torchrun and Ray too
+	$(BIN)/python -m pytest tests/trainer
 
 check: $(STAMP)  ## Format, lint, types, imports
 	$(BIN)/ruff format --check .

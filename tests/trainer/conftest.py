@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.log.client import Producer, create_topics, reader_from_start
+from turnfold.log.service import Health
+from turnfold.schemas import codec
+from turnfold.schemas.batches import BatchCut, GroupRef, Positions, RolloutRef
+from turnfold.schemas.policies import PolicyEvent, PolicyPublished
 from turnfold.schemas.run import RunConfig
-from turnfold.schemas.testing import row
+from turnfold.schemas.testing import row, trajectory
+from turnfold.schemas.topics import Topics
 from turnfold.schemas.trajectories import Row
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB = 96
+
+
+RUN = RunConfig(run_id="t", group_size=2, groups_per_batch=4, max_row_tokens=64)
+OVERRIDES = (
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -128,3 +145,178 @@ def random_row() -> Callable[..., Row]:
         return row(ids, mask, (-4.5 * np.array(mask)).tolist())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path_factory.mktemp("broker")) as started:
+        yield started
+
+
+class Log:
+    """A namespace of its own, with batches that are the same in every namespace."""
+
+    run = RUN
+
+    def __init__(self, bootstrap: str, namespace: str, random_row: Callable[..., Row]) -> None:
+        self.bootstrap, self.topics = bootstrap, Topics(namespace=namespace)
+        self.random_row = random_row
+        self.positions = Positions(tasks={}, trajectories={})
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a process of this run."""
+        return {
+            "TURNFOLD_RUN_ID": RUN.run_id,
+            "TURNFOLD_GROUP_SIZE": str(RUN.group_size),
+            "TURNFOLD_GROUPS_PER_BATCH": str(RUN.groups_per_batch),
+            "TURNFOLD_MAX_ROW_TOKENS": str(RUN.max_row_tokens),
+            "TURNFOLD_NAMESPACE": self.topics.namespace,
+        }
+
+    async def create(self) -> Log:
+        # Nothing is compacted away, so that a test sees every version that was published.
+        specs = [
+            msgspec.structs.replace(spec, config=spec.config | {"cleanup.policy": "delete"})
+            for spec in self.topics.specs(num_partitions=2)
+        ]
+        await create_topics(self.bootstrap, specs)
+        return self
+
+    async def add_batch(self, index: int, **changes: Any) -> BatchCut:
+        """Four groups of two rollouts, some of two rows, over two partitions; then the manifest."""
+        rng = np.random.default_rng(index)
+        groups = []
+        async with Producer(self.bootstrap) as producer:
+            for g in range(4):
+                group_id = f"b{index}g{g}"
+                refs = [await self._add_rollout(producer, group_id, i, rng) for i in range(2)]
+                groups.append(GroupRef(group_id=group_id, dispatch_index=g, rollouts=tuple(refs)))
+            cut = BatchCut(
+                run_id="t",
+                index=index,
+                groups=tuple(groups),
+                positions=self.positions,
+                at=0.0,
+                config_digest=RUN.digest,
+            )
+            cut = msgspec.structs.replace(cut, **changes)
+            await producer.send(self.topics.batches, key="t", message=cut)
+        return cut
+
+    async def _add_rollout(
+        self, producer: Producer, group_id: str, index: int, rng: np.random.Generator
+    ) -> RolloutRef:
+        made = trajectory(
+            f"{group_id}-{index}",
+            group_id=group_id,
+            rows=[self.random_row(rng) for _ in range(1 + index)],
+            reward=float(index),
+            run_id="t",
+        )
+        partition = int(rng.integers(2))
+        ack = await producer.send(
+            self.topics.trajectories, key=group_id, message=made, partition=partition
+        )
+        return RolloutRef(
+            rollout_id=made.rollout_id,
+            index=index,
+            partition=ack.partition,
+            offset=ack.offset,
+            digest=codec.digest(made),
+            reward=float(index),
+            num_rows=len(made.rows),
+            num_tokens=made.num_tokens,
+            num_trained=sum(row.num_trained for row in made.rows),
+            max_row_tokens=max(len(row.token_ids) for row in made.rows),
+            min_policy_version=0,
+            max_policy_version=0,
+        )
+
+    async def send(self, topic: str, message: msgspec.Struct) -> None:
+        async with Producer(self.bootstrap) as producer:
+            await producer.send(topic, key="t", message=message)
+
+    async def published(self) -> list[PolicyPublished]:
+        """Versions on the topic in the order in which they were published."""
+        async with reader_from_start(self.bootstrap, self.topics.policies) as reader:
+            events = [
+                codec.decode(PolicyEvent, record.value or b"")
+                async for record in reader.read_to_end()
+            ]
+        return [event for event in events if isinstance(event, PolicyPublished)]
+
+
+@pytest.fixture(scope="session")
+def make_log(
+    broker: BrokerProcess, random_row: Callable[..., Row]
+) -> Callable[[str], Awaitable[Log]]:
+    async def make(namespace: str) -> Log:
+        return await Log(broker.bootstrap, namespace, random_row).create()
+
+    return make
+
+
+@pytest.fixture
+def new_log(
+    make_log: Callable[[str], Awaitable[Log]], request: pytest.FixtureRequest
+) -> Callable[[], Awaitable[Log]]:
+    """Logs of this test alone."""
+    names = (f"t{abs(hash(request.node.nodeid))}-{i}" for i in range(9))
+    return lambda: make_log(next(names))
+
+
+@pytest.fixture(scope="session")
+def train(verl_on_cpu: None, tiny_model: Path) -> Callable[..., Awaitable[None]]:
+    """The trainer in this process, up to a number of batches."""
+
+    async def run(log: Log, run_dir: Path, num_batches: int, **more: Any) -> None:
+        stop = more.pop("stop", None) or asyncio.Event()
+        overrides = (*OVERRIDES, *more.pop("overrides", ()))
+        from turnfold.trainer import app
+        from turnfold.trainer.settings import Settings
+
+        settings = Settings(
+            bootstrap=log.bootstrap,
+            namespace=log.topics.namespace,
+            run_dir=str(run_dir),
+            model=str(tiny_model),
+            num_batches=num_batches,
+            device="cpu",
+            **more,
+        )
+        await asyncio.wait_for(app.train(settings, RUN, overrides, Health("train"), stop), 120)
+
+    return run
+
+
+@pytest.fixture
+def start_process(tiny_model: Path) -> Callable[..., Awaitable[asyncio.subprocess.Process]]:
+    """`turnfold train` as a process; its output goes to a file in the run directory."""
+
+    async def start(
+        log: Log,
+        run_dir: Path,
+        *,
+        num_batches: int,
+        launcher: Sequence[str] = (),
+        overrides: Sequence[str] = (),
+        **environment: str,
+    ) -> asyncio.subprocess.Process:
+        variables = log.variables | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "turnfold.trainer",
+            "--bootstrap",
+            log.bootstrap,
+        ]
+        command += ["--run-dir", str(run_dir), "--model", str(tiny_model), "--device", "cpu"]
+        command += ["--num-batches", str(num_batches), *OVERRIDES, *overrides]
+        with (run_dir / "trainer.log").open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *command, stdout=output, stderr=output, env=os.environ | variables | environment
+            )
+
+    return start

@@ -3,160 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import Awaitable, Callable, Iterator
+import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import pytest_asyncio
 
-from turnfold.embedded.broker.testing import BrokerProcess
-from turnfold.log.client import Producer, create_topics, reader_from_start
-from turnfold.log.service import Health
-from turnfold.schemas import codec
-from turnfold.schemas.batches import BatchCut, GroupDropped, GroupRef, Positions, RolloutRef
+from turnfold.schemas.batches import GroupDropped
 from turnfold.schemas.errors import UserError
-from turnfold.schemas.policies import PolicyEvent, PolicyPublished, PolicyServed
-from turnfold.schemas.run import RunConfig
-from turnfold.schemas.testing import trajectory
-from turnfold.schemas.topics import Topics
-from turnfold.schemas.trajectories import Row
-from turnfold.trainer import app, checkpoints, weights
+from turnfold.schemas.policies import PolicyPublished, PolicyServed
+from turnfold.trainer import checkpoints, weights
+from turnfold.trainer.checkpoints import Checkpoint, State
 from turnfold.trainer.client import PolicyLog
-from turnfold.trainer.settings import Settings
 from turnfold.trainer.source import SourceError
 
 pytestmark = pytest.mark.verl
 
-RUN = RunConfig(run_id="t", group_size=2, groups_per_batch=4, max_row_tokens=64)
-OVERRIDES = (
-    "actor_rollout_ref.actor.optim.lr=1e-3",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-)
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as started:
-        yield started
-
-
-class Log:
-    """A namespace of its own, with batches that are the same in every namespace."""
-
-    def __init__(self, bootstrap: str, namespace: str, random_row: Callable[..., Row]) -> None:
-        self.bootstrap, self.topics = bootstrap, Topics(namespace=namespace)
-        self.random_row = random_row
-        self.positions = Positions(tasks={}, trajectories={})
-
-    async def create(self) -> Log:
-        # Nothing is compacted away, so that a test sees every version that was published.
-        specs = [
-            msgspec.structs.replace(spec, config=spec.config | {"cleanup.policy": "delete"})
-            for spec in self.topics.specs(num_partitions=2)
-        ]
-        await create_topics(self.bootstrap, specs)
-        return self
-
-    async def add_batch(self, index: int, **changes: Any) -> BatchCut:
-        """Four groups of two rollouts, some of two rows, over two partitions; then the manifest."""
-        rng = np.random.default_rng(index)
-        groups = []
-        async with Producer(self.bootstrap) as producer:
-            for g in range(4):
-                group_id = f"b{index}g{g}"
-                refs = [await self._add_rollout(producer, group_id, i, rng) for i in range(2)]
-                groups.append(GroupRef(group_id=group_id, dispatch_index=g, rollouts=tuple(refs)))
-            cut = BatchCut(
-                run_id="t",
-                index=index,
-                groups=tuple(groups),
-                positions=self.positions,
-                at=0.0,
-                config_digest=RUN.digest,
-            )
-            cut = msgspec.structs.replace(cut, **changes)
-            await producer.send(self.topics.batches, key="t", message=cut)
-        return cut
-
-    async def _add_rollout(
-        self, producer: Producer, group_id: str, index: int, rng: np.random.Generator
-    ) -> RolloutRef:
-        made = trajectory(
-            f"{group_id}-{index}",
-            group_id=group_id,
-            rows=[self.random_row(rng) for _ in range(1 + index)],
-            reward=float(index),
-            run_id="t",
-        )
-        partition = int(rng.integers(2))
-        ack = await producer.send(
-            self.topics.trajectories, key=group_id, message=made, partition=partition
-        )
-        return RolloutRef(
-            rollout_id=made.rollout_id,
-            index=index,
-            partition=ack.partition,
-            offset=ack.offset,
-            digest=codec.digest(made),
-            reward=float(index),
-            num_rows=len(made.rows),
-            num_tokens=made.num_tokens,
-            num_trained=sum(row.num_trained for row in made.rows),
-            max_row_tokens=max(len(row.token_ids) for row in made.rows),
-            min_policy_version=0,
-            max_policy_version=0,
-        )
-
-    async def send(self, topic: str, message: msgspec.Struct) -> None:
-        async with Producer(self.bootstrap) as producer:
-            await producer.send(topic, key="t", message=message)
-
-    async def published(self) -> list[PolicyPublished]:
-        """Versions on the topic in the order in which they were published."""
-        async with reader_from_start(self.bootstrap, self.topics.policies) as reader:
-            events = [
-                codec.decode(PolicyEvent, record.value or b"")
-                async for record in reader.read_to_end()
-            ]
-        return [event for event in events if isinstance(event, PolicyPublished)]
-
-
-@pytest.fixture
-async def new_log(
-    broker: BrokerProcess, random_row: Callable[..., Row], request: pytest.FixtureRequest
-) -> Callable[[], Awaitable[Log]]:
-    names = (f"{abs(hash(request.node.name))}-{i}" for i in range(9))
-
-    async def make() -> Log:
-        return await Log(broker.bootstrap, f"t{next(names)}", random_row).create()
-
-    return make
-
-
-@pytest.fixture
-def train(verl_on_cpu: None, tiny_model: Path) -> Callable[..., Awaitable[None]]:
-    """The trainer in this process, up to a number of batches."""
-
-    async def run(log: Log, run_dir: Path, num_batches: int, **more: Any) -> None:
-        stop = more.pop("stop", None) or asyncio.Event()
-        settings = Settings(
-            bootstrap=log.bootstrap,
-            namespace=log.topics.namespace,
-            run_dir=str(run_dir),
-            model=str(tiny_model),
-            num_batches=num_batches,
-            device="cpu",
-            **more,
-        )
-        await asyncio.wait_for(app.train(settings, RUN, OVERRIDES, Health("train"), stop), 120)
-
-    return run
+NewLog = Callable[[], Awaitable[Any]]
+Train = Callable[..., Awaitable[None]]
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 def parameter_bytes(run_dir: Path, version: int) -> bytes:
@@ -165,32 +34,21 @@ def parameter_bytes(run_dir: Path, version: int) -> bytes:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(
-    broker: BrokerProcess,
-    random_row: Callable[..., Row],
-    tiny_model: Path,
-    verl_on_cpu: None,
+    make_log: Callable[[str], Awaitable[Any]],
+    train: Train,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Run directory of three batches trained without a stop."""
-    log = await Log(broker.bootstrap, "undisturbed", random_row).create()
+    log = await make_log("undisturbed")
     for index in (1, 2, 3):
         await log.add_batch(index)
     run_dir = tmp_path_factory.mktemp("undisturbed")
-    settings = Settings(
-        bootstrap=log.bootstrap,
-        namespace="undisturbed",
-        run_dir=str(run_dir),
-        model=str(tiny_model),
-        num_batches=3,
-        keep_weights=9,
-        device="cpu",
-    )
-    await app.train(settings, RUN, OVERRIDES, Health("train"), asyncio.Event())
+    await train(log, run_dir, 3, keep_weights=9)
     return run_dir
 
 
 async def test_every_batch_makes_one_version_in_order_with_its_metrics(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     await log.add_batch(1)
@@ -212,8 +70,8 @@ async def test_every_batch_makes_one_version_in_order_with_its_metrics(
 
 
 async def test_the_first_manifest_of_an_index_wins_and_dropped_groups_are_passed_over(
-    new_log: Callable[[], Awaitable[Log]],
-    train: Callable[..., Awaitable[None]],
+    new_log: NewLog,
+    train: Train,
     undisturbed: Path,
     tmp_path: Path,
 ) -> None:
@@ -225,7 +83,7 @@ async def test_the_first_manifest_of_an_index_wins_and_dropped_groups_are_passed
         reason="stale",
         positions=log.positions,
         at=0.0,
-        config_digest=RUN.digest,
+        config_digest=log.run.digest,
     )
     await log.send(log.topics.batches, dropped)
     first = await log.add_batch(1)
@@ -242,14 +100,14 @@ class Crash(Exception):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(checkpoints, "write"), (weights, "write"), (PolicyLog, "publish")],
+    [(checkpoints, "commit"), (weights, "write"), (PolicyLog, "publish")],
     ids=["before the checkpoint", "before the weights", "before the announcement"],
 )
 async def test_a_crash_at_any_step_of_publishing_trains_no_batch_twice_and_skips_none(
     owner: Any,
     name: str,
-    new_log: Callable[[], Awaitable[Log]],
-    train: Callable[..., Awaitable[None]],
+    new_log: NewLog,
+    train: Train,
     undisturbed: Path,
     tmp_path: Path,
 ) -> None:
@@ -279,10 +137,10 @@ async def test_a_crash_at_any_step_of_publishing_trains_no_batch_twice_and_skips
 
 
 async def test_kill_9_and_resume_gives_the_weights_of_the_undisturbed_run(
-    new_log: Callable[[], Awaitable[Log]], tiny_model: Path, undisturbed: Path, tmp_path: Path
+    new_log: NewLog, start_process: Start, undisturbed: Path, tmp_path: Path
 ) -> None:
     log = await new_log()
-    process = await start_process(log, tiny_model, tmp_path, num_batches=3)
+    process = await start_process(log, tmp_path, num_batches=3)
     await log.add_batch(1)
     await log.add_batch(2)
     # Killed between its checkpoint and its weights, or shortly after: all must come out the same.
@@ -291,14 +149,14 @@ async def test_kill_9_and_resume_gives_the_weights_of_the_undisturbed_run(
     process.send_signal(signal.SIGKILL)
     await process.wait()
     await log.add_batch(3)
-    process = await start_process(log, tiny_model, tmp_path, num_batches=3)
+    process = await start_process(log, tmp_path, num_batches=3)
     assert await asyncio.wait_for(process.wait(), 90) == 0
     assert [event.policy_version for event in await log.published()] == [0, 1, 2, 3]
     assert parameter_bytes(tmp_path, 3) == parameter_bytes(undisturbed, 3)
 
 
 async def test_a_stop_finishes_the_batch_and_leaves_a_checkpoint(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log, stop = await new_log(), asyncio.Event()
     await log.add_batch(1)
@@ -313,7 +171,7 @@ async def test_a_stop_finishes_the_batch_and_leaves_a_checkpoint(
 
 
 async def test_a_mismatch_above_the_limit_stops_the_run_before_the_batch_is_kept(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     await log.add_batch(1)
@@ -322,27 +180,6 @@ async def test_a_mismatch_above_the_limit_stops_the_run_before_the_batch_is_kept
     assert [event.policy_version for event in await log.published()] == [0]
     await train(log, tmp_path, 1, max_mismatch_kl=1.0)
     assert [event.policy_version for event in await log.published()] == [0, 1]
-
-
-async def start_process(
-    log: Log, model: Path, run_dir: Path, *, num_batches: int, **environment: str
-) -> asyncio.subprocess.Process:
-    """`turnfold train` as a process; its output goes to a file in the run directory."""
-    variables = {
-        "TURNFOLD_RUN_ID": RUN.run_id,
-        "TURNFOLD_GROUP_SIZE": str(RUN.group_size),
-        "TURNFOLD_GROUPS_PER_BATCH": str(RUN.groups_per_batch),
-        "TURNFOLD_MAX_ROW_TOKENS": str(RUN.max_row_tokens),
-        "TURNFOLD_NAMESPACE": log.topics.namespace,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    command = [sys.executable, "-m", "turnfold.trainer", "--bootstrap", log.bootstrap]
-    command += ["--run-dir", str(run_dir), "--model", str(model), "--device", "cpu"]
-    command += ["--num-batches", str(num_batches), *OVERRIDES]
-    with (run_dir / "trainer.log").open("ab") as output:
-        return await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, env=os.environ | variables | environment
-        )
 
 
 async def until(
@@ -355,8 +192,8 @@ async def until(
 
 
 async def test_a_damaged_checkpoint_falls_back_and_retrains_to_the_same_weights(
-    new_log: Callable[[], Awaitable[Log]],
-    train: Callable[..., Awaitable[None]],
+    new_log: NewLog,
+    train: Train,
     undisturbed: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -374,7 +211,7 @@ async def test_a_damaged_checkpoint_falls_back_and_retrains_to_the_same_weights(
 
 
 async def test_old_weights_go_but_never_those_that_engines_serve(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     await log.send(log.topics.policies, PolicyServed(run_id="t", policy_version=1))
@@ -390,7 +227,7 @@ async def test_old_weights_go_but_never_those_that_engines_serve(
 
 
 async def test_a_run_directory_without_the_checkpoints_of_a_published_run_is_refused(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     await train(log, tmp_path / "a", 0)
@@ -403,7 +240,7 @@ async def test_a_run_directory_without_the_checkpoints_of_a_published_run_is_ref
 
 
 async def test_a_run_directory_of_another_log_is_refused(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log, other = await new_log(), await new_log()
     await log.add_batch(1)
@@ -419,7 +256,7 @@ async def test_a_run_directory_of_another_log_is_refused(
 
 
 async def test_a_batch_cut_under_another_configuration_is_refused(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     await log.add_batch(1, config_digest="f00")
@@ -428,7 +265,7 @@ async def test_a_batch_cut_under_another_configuration_is_refused(
 
 
 async def test_a_trajectory_that_differs_from_the_manifest_is_named(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     cut = await log.add_batch(2)
@@ -440,7 +277,7 @@ async def test_a_trajectory_that_differs_from_the_manifest_is_named(
 
 
 async def test_a_trajectory_that_the_topic_no_longer_holds_is_named(
-    new_log: Callable[[], Awaitable[Log]], train: Callable[..., Awaitable[None]], tmp_path: Path
+    new_log: NewLog, train: Train, tmp_path: Path
 ) -> None:
     log = await new_log()
     cut = await log.add_batch(2)
@@ -451,3 +288,90 @@ async def test_a_trajectory_that_the_topic_no_longer_holds_is_named(
         SourceError, match=r"batch 1 names .*trajectories/0@999, but .*turnfold rep"
     ):
         await train(log, tmp_path, 1)
+
+
+async def test_the_next_batch_trains_while_the_one_before_is_written(
+    new_log: NewLog, train: Train, undisturbed: Path, tmp_path: Path
+) -> None:
+    from turnfold.trainer.backend import TrainerBackend
+
+    log = await new_log()
+    await log.add_batch(1)
+    await log.add_batch(2)
+    update, commit = TrainerBackend.update, checkpoints.commit
+    num_updates, is_training_second = 0, threading.Event()
+
+    def observed_update(*args: Any) -> dict[str, float]:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 2:
+            is_training_second.set()
+        return update(*args)
+
+    def held_commit(root: Path, state: State, draft: Path) -> Checkpoint:
+        assert state.batch != 1 or is_training_second.wait(60)
+        return commit(root, state, draft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainerBackend, "update", observed_update)
+        patch.setattr(checkpoints, "commit", held_commit)
+        await train(log, tmp_path, 2)
+    published = await log.published()
+    assert [event.policy_version for event in published] == [0, 1, 2]
+    assert 0 < published[2].metrics["idle_share"] < 1
+    for version in (1, 2):
+        assert parameter_bytes(tmp_path, version) == parameter_bytes(undisturbed, version)
+
+
+async def test_without_overlap_every_batch_is_published_before_the_next_is_trained(
+    new_log: NewLog, train: Train, undisturbed: Path, tmp_path: Path
+) -> None:
+    from turnfold.trainer.backend import TrainerBackend
+
+    log = await new_log()
+    await log.add_batch(1)
+    await log.add_batch(2)
+    update, write, found = TrainerBackend.update, weights.write, []
+
+    def observed_update(*args: Any) -> dict[str, float]:
+        found.append(("update", weights.versions(tmp_path / "weights")))
+        return update(*args)
+
+    def observed_write(publication: Any, parameters: Any) -> Path:
+        kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("b*"))
+        found.append(("write", kept))
+        return write(publication, parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainerBackend, "update", observed_update)
+        patch.setattr(weights, "write", observed_write)
+        await train(log, tmp_path, 2, is_overlapped=False)
+    names = ["b00000000", "b00000001", "b00000002"]
+    assert found == [
+        ("write", names[:1]),
+        ("update", [0]),
+        ("write", names[:2]),
+        ("update", [0, 1]),
+        ("write", names),
+    ]
+    assert parameter_bytes(tmp_path, 2) == parameter_bytes(undisturbed, 2)
+
+
+async def test_a_version_that_cannot_be_published_ends_the_run_though_no_batch_comes(
+    new_log: NewLog, train: Train, tmp_path: Path
+) -> None:
+    log = await new_log()
+    await log.add_batch(1)
+    publish, calls = PolicyLog.publish, 0
+
+    async def failing(self: PolicyLog, event: PolicyPublished) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Crash
+        await publish(self, event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyLog, "publish", failing)
+        with pytest.raises(Crash):
+            await train(log, tmp_path, 2)

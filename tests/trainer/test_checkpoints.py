@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 
 from turnfold.trainer import checkpoints
-from turnfold.trainer.checkpoints import CheckpointError, State
+from turnfold.trainer.backends import durable
+from turnfold.trainer.checkpoints import Checkpoint, CheckpointError, State
 
 
 def state(batch: int) -> State:
     return State(run_id="t", batch=batch, config_digest="c", metrics={"reward_mean": 0.5})
+
+
+def write(root: Path, state: State, save: Callable[[Path], None]) -> Checkpoint:
+    draft = checkpoints.begin(root, state.batch)
+    save(draft / "actor")
+    return checkpoints.commit(root, state, draft)
 
 
 def saver(content: bytes) -> Callable[[Path], None]:
@@ -24,7 +31,7 @@ def saver(content: bytes) -> Callable[[Path], None]:
 
 def test_the_newest_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
     for batch in (0, 1, 12):
-        checkpoints.write(tmp_path, state(batch), saver(b"%d" % batch))
+        write(tmp_path, state(batch), saver(b"%d" % batch))
     found = checkpoints.newest_good(tmp_path)
     assert found is not None
     assert found.state == state(12)
@@ -40,10 +47,16 @@ def test_a_checkpoint_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
         saver(b"half")(directory)
         raise RuntimeError("disk full")
 
-    checkpoints.write(tmp_path, state(1), saver(b"one"))
+    write(tmp_path, state(1), saver(b"one"))
     with pytest.raises(RuntimeError, match="disk full"):
-        checkpoints.write(tmp_path, state(2), failing)
+        write(tmp_path, state(2), failing)
+    assert checkpoints.newest_good(tmp_path) == read_back(tmp_path, 1)
+    durable.remove_drafts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["b00000001"]
+
+
+def read_back(root: Path, batch: int) -> Checkpoint:
+    return checkpoints.read(root / f"b{batch:08d}")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +75,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(
     damage: Callable[[Path], object],
     reason: str,
 ) -> None:
-    checkpoints.write(tmp_path, state(1), saver(b"one"))
-    damage(checkpoints.write(tmp_path, state(2), saver(b"two")).directory)
+    write(tmp_path, state(1), saver(b"one"))
+    damage(write(tmp_path, state(2), saver(b"two")).directory)
     found = checkpoints.newest_good(tmp_path)
     assert found is not None
     assert found.state.batch == 1
@@ -72,14 +85,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(
 
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(tmp_path: Path) -> None:
-    (checkpoints.write(tmp_path, state(1), saver(b"one")).directory / "state.json").unlink()
+    (write(tmp_path, state(1), saver(b"one")).directory / "state.json").unlink()
     with pytest.raises(CheckpointError, match="none of 1 checkpoints is usable"):
         checkpoints.newest_good(tmp_path)
 
 
 def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     for batch in range(5):
-        checkpoints.write(tmp_path, state(batch), saver(b"x"))
+        write(tmp_path, state(batch), saver(b"x"))
     checkpoints.prune(tmp_path, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "b00000002",

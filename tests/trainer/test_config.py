@@ -64,7 +64,7 @@ def test_a_gpu_keeps_verls_mixed_precision() -> None:
         (f"{ACTOR}.ppo_mini_batch_size=3", "set .*ppo_mini_batch_size to one of 1, 2, 4, 8"),
         (f"{ACTOR}.ppo_mini_batch_size=256", "do not divide into mini-batches of 256"),
         (f"{ACTOR}.shuffle=true", "tear groups apart; keep it false"),
-        (f"{ACTOR}.use_kl_loss=true", "a KL term needs a reference policy"),
+        ("algorithm.use_kl_in_reward=true", "use .*actor.use_kl_loss=true"),
         (f"{ACTOR}.strategy=fsdp", "FSDP1 does not run on a CPU; use fsdp2"),
         (f"{ACTOR}.ppo_max_token_len_per_gpu=999", "holds 999 tokens but a row may have 1000"),
         ("data.train_batch_size=16", "data.train_batch_size=16 but batches are cut for 8"),

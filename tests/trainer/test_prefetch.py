@@ -6,8 +6,7 @@ from typing import Any, cast
 import pytest
 
 from turnfold.schemas.batches import BatchCut, Positions
-from turnfold.trainer.app import prefetched
-from turnfold.trainer.client import BatchSource
+from turnfold.trainer.client import BatchSource, prefetched
 from turnfold.trainer.source import Batch, SourceError
 
 

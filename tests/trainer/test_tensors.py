@@ -59,7 +59,7 @@ def test_rejected_tokens_leave_the_mask_and_a_batch_of_padding_passes() -> None:
     import torch
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
-    from turnfold.trainer.tensors import correct_for_sampling, to_verl
+    from turnfold.trainer.tensors import compared, correct_for_sampling, to_verl
 
     near, far = row([1, 2, 3], [0, 1, 1], [0, -1, -1]), row([1, 2, 3], [0, 1, 1], [0, -1, -9])
     rows = [TrainRow("a", "g", near, 1.0), TrainRow("b", "g", far, 1.0)]
@@ -70,9 +70,10 @@ def test_rejected_tokens_leave_the_mask_and_a_batch_of_padding_passes() -> None:
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"
     )
-    metrics = correct_for_sampling(data, correction)
+    metrics = correct_for_sampling(data, {0: compared(data)}, 0, correction)
     assert lists(data, "response_mask") == lists(data, "loss_mask") == [[1, 1], [1, 0]]
     assert lists(data, "rollout_is_weights")[0] == [1.0, 1.0]
     assert metrics["rollout_corr/k3_kl"] > 0
     empty = to_verl([None, None], temperature=1.0, pad_token_id=0)
-    assert correct_for_sampling(empty, correction) == {}
+    empty["old_log_probs"] = empty["rollout_log_probs"]
+    assert correct_for_sampling(empty, {0: compared(empty)}, 0, correction) == {}

@@ -23,7 +23,10 @@ def parameters(value: float = 1.0) -> list[tuple[str, Any]]:
 
 def write(root: Path, version: int, model: Path, **options: Any) -> Path:
     made = options.pop("parameters", None) or parameters()
-    return weights.write(root, version, made, model_dir=model, **{"dtype": "float32", **options})
+    chosen = {"dtype": "float32", **options}
+    return weights.write(
+        weights.Publication(root=root, version=version, model_dir=model, **chosen), made
+    )
 
 
 def test_a_version_is_a_directory_with_config_tokenizer_and_a_pointer(

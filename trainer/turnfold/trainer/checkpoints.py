@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -37,6 +36,8 @@ class State(Wire, frozen=True, kw_only=True):
     """Digest of the manifest of that batch, to know the log again; empty before the first."""
     config_digest: str
     """Digest of the RunConfig."""
+    num_processes: int = 1
+    """Processes that saved a part each; verl's files can be loaded by as many only."""
     metrics: dict[str, float] = {}
     """What was measured on that batch, for a PolicyPublished that has to be sent again."""
 
@@ -61,14 +62,24 @@ class Checkpoint(Wire, frozen=True, kw_only=True):
     def actor_dir(self) -> Path:
         return self.directory / "actor"
 
+    @property
+    def model_dir(self) -> Path | None:
+        """Full weights as transformers loads them, where verl was told to save `hf_model`."""
+        directory = self.actor_dir / "huggingface"
+        return directory if any(directory.glob("*.safetensors")) else None
 
-def write(root: Path, state: State, save: Callable[[Path], None]) -> Checkpoint:
-    """Let `save` fill a directory (verl's files), add the inventory, and name it."""
-    target = root / f"b{state.batch:08d}"
-    with durable.new_directory(target) as draft:
-        save(draft / "actor")
-        inventory = _Inventory(state=state, files=_files(draft))
-        (draft / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(inventory)))
+
+def begin(root: Path, batch: int) -> Path:
+    """An empty draft of the checkpoint of `batch`; verl's files go to `draft / "actor"`."""
+    return durable.new_draft(_directory(root, batch))
+
+
+def commit(root: Path, state: State, draft: Path) -> Checkpoint:
+    """Add the inventory to a filled draft, bring it to disk and give it its name."""
+    target = _directory(root, state.batch)
+    inventory = _Inventory(state=state, files=_files(draft))
+    (draft / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(inventory)))
+    durable.keep(draft, target)
     return Checkpoint(state=state, directory=target)
 
 
@@ -111,6 +122,10 @@ def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, 2 at least."""
     for directory in _directories(root)[: -max(keep, 2)]:
         shutil.rmtree(directory)
+
+
+def _directory(root: Path, batch: int) -> Path:
+    return root / f"b{batch:08d}"
 
 
 def _directories(root: Path) -> list[Path]:

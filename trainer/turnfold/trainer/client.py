@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
-from turnfold.log.client import Producer, Reader
+from turnfold.log.client import Producer, Reader, reader_from_start
 from turnfold.log.records import Record
 from turnfold.schemas import codec
 from turnfold.schemas.batches import BatchCut, Decision
@@ -72,6 +73,20 @@ class BatchSource:
         check_manifest(cut, self._run)
         return Batch(cut=cut, trajectories=await self._fetch(cut))
 
+    async def find(self, index: int) -> Batch:
+        """A batch that is cut already. Raises SourceError when it is not."""
+        async with reader_from_start(self._bootstrap, self._topics.batches) as reader:
+            async for record in reader.read_to_end():
+                self._take(record)
+        for cut in self._waiting:
+            if cut.index == index:
+                check_manifest(cut, self._run)
+                return Batch(cut=cut, trajectories=await self._fetch(cut))
+        cuts = ", ".join(str(cut.index) for cut in self._waiting) or "none"
+        raise SourceError(
+            f"run {self._run.run_id} has no batch {index} on {self._topics.batches}; cut: {cuts}"
+        )
+
     def _take(self, record: Record) -> None:
         try:
             decision = codec.decode(Decision, record.value or b"", record.content_type)
@@ -80,7 +95,7 @@ class BatchSource:
             return
         if not self._decisions.add(decision) or not isinstance(decision, BatchCut):
             return
-        if decision.index == self._after:
+        if decision.index == self._after and self._manifest_digest:
             check_trained(decision, self._manifest_digest)
         elif decision.index > self._after:
             self._waiting.append(decision)
@@ -127,6 +142,36 @@ class BatchSource:
                     "holds no record"
                 )
         return found
+
+
+async def prefetched(source: BatchSource, depth: int, stop: asyncio.Event) -> AsyncGenerator[Batch]:
+    """Batches in order, up to `depth` of them read ahead, until `stop` is set.
+
+    An error while reading ahead is raised once the batches read before it are used up.
+    """
+    queue: asyncio.Queue[Batch] = asyncio.Queue(depth)
+
+    async def fill() -> None:
+        while True:
+            await queue.put(await source.next())
+
+    filling = asyncio.create_task(fill())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not stop.is_set():
+            if queue.empty():
+                log.info("waiting for the next batch")
+            getting = asyncio.create_task(queue.get())
+            await asyncio.wait({getting, filling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done() and not stop.is_set():
+                yield getting.result()
+                continue
+            getting.cancel()
+            if filling.done():
+                filling.result()
+    finally:
+        filling.cancel()
+        stopping.cancel()
 
 
 class PolicyLog:

@@ -28,6 +28,7 @@ def defaults(run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | Non
         # flash-attn is a package of its own; with it, override both of these.
         f"++{model_}.override_config.attn_implementation=sdpa",
         f"{model_}.use_remove_padding=false",
+        f"{model_}.lora.merge=true",  # engines load full weights
         f"{model_}.enable_gradient_checkpointing={str(is_gpu).lower()}",
         f"{actor}.strategy=fsdp2",
         f"{actor}.use_torch_compile=false",
@@ -50,7 +51,8 @@ def defaults(run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | Non
         "trainer.n_gpus_per_node=1",
     ]
     if not is_gpu:
-        chosen.append(f"++{actor}.fsdp_config.mixed_precision={fp32}")
+        ref = "actor_rollout_ref.ref"
+        chosen += [f"++{part}.fsdp_config.mixed_precision={fp32}" for part in (actor, ref)]
     return chosen
 
 
@@ -110,9 +112,14 @@ def check(config: Any, run: RunConfig, *, num_ranks: int = 1, is_gpu: bool = Fal
         "groups apart; keep it false",
     )
     _refuse(
-        bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
-        "a KL term needs a reference policy, which this trainer does not run: keep "
-        "actor_rollout_ref.actor.use_kl_loss=false and algorithm.use_kl_in_reward=false",
+        bool(config.algorithm.use_kl_in_reward),
+        "algorithm.use_kl_in_reward=true: a rollout has one reward here, not one for each token; "
+        "use actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    _refuse(
+        lora_rank(config) > 0 and not config.actor_rollout_ref.model.lora.merge,
+        "actor_rollout_ref.model.lora.merge=false: engines load full weights, so that adapters "
+        "have to be merged; remove the override",
     )
     _refuse(
         not is_gpu and actor.strategy == "fsdp",
@@ -137,6 +144,12 @@ def check(config: Any, run: RunConfig, *, num_ranks: int = 1, is_gpu: bool = Fal
         )
     except (AdvantageError, PlanError) as error:
         raise SettingsError(str(error)) from error
+
+
+def lora_rank(config: Any) -> int:
+    """Rank of the adapter, wherever verl's engines read it; 0 without one."""
+    model = config.actor_rollout_ref.model
+    return int(model.lora_rank or model.lora.rank)
 
 
 def _same(name: str, actual: int, expected: int) -> None:

@@ -38,6 +38,24 @@ def advantage_zero_share(rows: Sequence[TrainRow]) -> float:
     return silent / total if total else 1.0
 
 
+def idle_metrics(
+    *, training_s: float, saving_s: float, no_batch_s: float, publishing_s: float
+) -> dict[str, float]:
+    """Seconds of training a batch, and of not training since the batch before, by cause.
+
+    saving: checkpoint files and a copy of the weights were taken; no_batch: none was cut;
+    publishing: the version before was still being written when this one was ready.
+    """
+    idle = saving_s + no_batch_s + publishing_s
+    return {
+        "seconds": training_s,
+        "wait_s": no_batch_s,
+        "saving_wait_s": saving_s,
+        "publishing_wait_s": publishing_s,
+        "idle_share": idle / (idle + training_s) if idle + training_s > 0 else 0.0,
+    }
+
+
 def summary(index: int, metrics: dict[str, float]) -> str:
     """One line about a batch, for the log."""
     m = metrics

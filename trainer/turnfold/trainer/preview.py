@@ -1,11 +1,15 @@
-"""What a configuration does to batches of various shapes, for `turnfold train --dry-run`. Pure."""
+"""What a configuration does to batches: of various shapes for `turnfold train --dry-run`, to the rows
+of one batch for `turnfold train explain`. Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from turnfold.schemas.run import RunConfig
-from turnfold.trainer.plan import PlanRow, Schedule, plan
+from turnfold.schemas.wire import Wire
+from turnfold.trainer.plan import Plan, PlanRow, Schedule, plan
+from turnfold.trainer.rows import TrainRow
 
 Line = tuple[str, int, int, int, int, int]
 """Rows a rollout, rows, padding, rows a mini-batch, rows of it a rank, optimizer steps."""
@@ -34,4 +38,69 @@ def _line(name: str, shape: Sequence[int], run: RunConfig, schedule: Schedule) -
         per_mini_batch,
         per_rank,
         planned.num_steps,
+    )
+
+
+class PlacedRow(Wire, frozen=True, kw_only=True):
+    """Where a row of a batch goes: it is trained in this mini-batch of every epoch."""
+
+    mini_batch: int
+    rank: int
+    row: TrainRow
+
+
+class MiniBatch(Wire, frozen=True, kw_only=True):
+    """Sizes of one mini-batch over all ranks."""
+
+    number: int
+    steps: tuple[int, ...]
+    """Optimizer steps of the batch that it is, counted from 1: one in every epoch."""
+    groups: int
+    rollouts: int
+    rows: int
+    padding: int
+    tokens: int
+    trained_tokens: int
+    fullest_rank: float
+    """Tokens of the fullest rank over the mean; 1 is perfect."""
+
+
+def placed(rows: Sequence[TrainRow], planned: Plan) -> list[PlacedRow]:
+    """Every row with its place, in the order in which they are trained."""
+    schedule = planned.schedule
+    return [
+        PlacedRow(mini_batch=j, rank=r, row=rows[index])
+        for j in range(schedule.num_mini_batches)
+        for r in range(schedule.num_ranks)
+        for index in planned.slice(r, j)
+        if index is not None
+    ]
+
+
+def mini_batches(rows: Sequence[TrainRow], planned: Plan) -> list[MiniBatch]:
+    """A summary of every mini-batch."""
+    schedule = planned.schedule
+    return [
+        _mini_batch(j, [p for p in placed(rows, planned) if p.mini_batch == j], planned)
+        for j in range(schedule.num_mini_batches)
+    ]
+
+
+def _mini_batch(number: int, members: Sequence[PlacedRow], planned: Plan) -> MiniBatch:
+    schedule = planned.schedule
+    per_rank = [0] * schedule.num_ranks
+    for member in members:
+        per_rank[member.rank] += len(member.row.row.token_ids)
+    tokens = sum(per_rank)
+    epochs = range(schedule.num_epochs)
+    return MiniBatch(
+        number=number,
+        steps=tuple(epoch * schedule.num_mini_batches + number + 1 for epoch in epochs),
+        groups=len({m.row.group_id for m in members}),
+        rollouts=len({m.row.rollout_id for m in members}),
+        rows=len(members),
+        padding=schedule.rows_per_step(len(planned.order)) - len(members),
+        tokens=tokens,
+        trained_tokens=sum(m.row.row.num_trained for m in members),
+        fullest_rank=max(per_rank) * schedule.num_ranks / tokens if tokens else 1.0,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from turnfold.log.settings import ServiceSettings
 
 Device = Literal["auto", "cpu", "cuda"]
+DriverName = Literal["process", "ray"]
 
 
 class Settings(ServiceSettings, frozen=True, kw_only=True):
@@ -21,6 +22,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Stop after this many batches in all, those before a restart included; never when unset."""
     device: Device = "auto"
     """Where to train; auto takes a GPU when torch sees one."""
+    driver: DriverName = "process"
+    """process: this one, or all that torchrun started; ray: verl's trainer.nnodes x
+    trainer.n_gpus_per_node workers in a Ray cluster."""
     weights_dtype: str = "auto"
     """dtype of published weights; auto is float32 on a CPU and bfloat16 on a GPU."""
     keep_weights: int = 3
@@ -29,6 +33,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Checkpoints that stay on disk, at least 2 so that a damaged one has one before it."""
     checkpoint_every: int = 1
     """Batches per checkpoint; after a crash the batches since the last one are trained again."""
+    is_overlapped: bool = True
+    """Write checkpoint and weights while the next batch trains, from a copy of the weights in
+    memory; false saves that memory."""
     prefetch: int = 1
     """Batches that are read ahead while one trains."""
     max_mismatch_kl: float | None = None
@@ -36,8 +43,6 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     computes is above this; never when unset."""
 
     def __post_init__(self) -> None:
-        if self.device not in get_args(Device):
-            raise ValueError(f"device: expected auto, cpu or cuda, got {self.device}")
         for name in ("keep_weights", "keep_checkpoints"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name}: expected at least 2, got {getattr(self, name)}")

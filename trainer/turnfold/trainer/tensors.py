@@ -10,7 +10,7 @@ follow the prompt:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,60 +46,81 @@ def to_verl(
     from verl.utils import tensordict_utils as tu
 
     filled = [noop_row(pad_token_id) if row is None else row for row in rows]
-    masks = _jagged(_mask(r)[r.num_prompt :] for r in filled)
+    masks = jagged(_mask(r)[r.num_prompt :] for r in filled)
     tensors = {
-        "prompts": _jagged(_ids(r)[: r.num_prompt] for r in filled),
-        "responses": _jagged(_ids(r)[r.num_prompt :] for r in filled),
-        "input_ids": _jagged(_ids(r) for r in filled),
-        "position_ids": _jagged(torch.arange(len(r.row.token_ids)) for r in filled),
+        "prompts": jagged(_ids(r)[: r.num_prompt] for r in filled),
+        "responses": jagged(_ids(r)[r.num_prompt :] for r in filled),
+        "input_ids": jagged(_ids(r) for r in filled),
+        "position_ids": jagged(torch.arange(len(r.row.token_ids)) for r in filled),
         "response_mask": masks,
         "loss_mask": masks,
-        "rollout_log_probs": _jagged(_logprobs(r)[r.num_prompt :] for r in filled),
-        "advantages": _jagged(_advantages(r)[r.num_prompt :] for r in filled),
+        "rollout_log_probs": jagged(_logprobs(r)[r.num_prompt :] for r in filled),
+        "advantages": jagged(_advantages(r)[r.num_prompt :] for r in filled),
     }
     data: TensorDict = tu.get_tensordict(tensors, {"temperature": temperature})
     return data
 
 
-def for_logprobs(data: TensorDict) -> TensorDict:
-    """The same rows with what verl's `compute_log_prob` reads."""
+def for_logprobs(data: TensorDict, *, no_lora_adapter: bool = False) -> TensorDict:
+    """The same rows with what verl's `compute_log_prob` reads; optionally for the base model."""
     from verl.utils import tensordict_utils as tu
 
     names = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask")
     request: TensorDict = data.select(*names, "temperature")
-    tu.assign_non_tensor(request, calculate_entropy=False, compute_loss=False)
+    tu.assign_non_tensor(
+        request,
+        calculate_entropy=False,
+        compute_loss=False,
+        no_lora_adapter=no_lora_adapter,
+    )
     return request
 
 
-def response_logprobs(output: TensorDict, data: TensorDict) -> torch.Tensor:
-    """Logprobs of the tokens after the prompt, jagged N x R_i, from verl's shifted output."""
+def response_logprobs(output: TensorDict, data: TensorDict) -> list[torch.Tensor]:
+    """Logprobs of the tokens after the prompt, R_i for row i, from verl's shifted output."""
     from verl.workers.utils.padding import response_from_nested
 
-    logprobs: torch.Tensor = response_from_nested(output["log_probs"], data["response_mask"])
-    return logprobs
+    return list(response_from_nested(output["log_probs"], data["response_mask"]).unbind())
 
 
-def correct_for_sampling(data: TensorDict, correction: Any) -> dict[str, float]:
+_COMPARED = ("response_mask", "old_log_probs", "rollout_log_probs")
+
+
+def compared(data: TensorDict) -> list[tuple[torch.Tensor, ...]]:
+    """For each row what rollout correction reads of it."""
+    return list(zip(*(data[name].unbind() for name in _COMPARED), strict=True))
+
+
+def correct_for_sampling(
+    data: TensorDict,
+    by_rank: Mapping[int, Sequence[tuple[torch.Tensor, ...]]],
+    rank: int,
+    correction: Any,
+) -> dict[str, float]:
     """verl's rollout correction: add weights, narrow the mask, return its metrics.
 
-    Compares `old_log_probs` with `rollout_log_probs` token by token; `correction` is verl's
-    `algorithm.rollout_correction`. Changes `data` in place.
+    Compares `old_log_probs` with `rollout_log_probs` token by token over the rows of all ranks,
+    `compared` of each; `correction` is verl's `algorithm.rollout_correction`. Changes `data`, the
+    rows of `rank`, in place.
     """
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
     from verl.workers.utils.padding import response_to_nested
 
-    mask = data["response_mask"]
+    rows = [row for r in sorted(by_rank) for row in by_rank[r]]
+    first = sum(len(by_rank[r]) for r in by_rank if r < rank)
+    columns = dict(zip(_COMPARED, map(jagged, zip(*rows, strict=True)), strict=True))
+    mask = columns["response_mask"]
     if not mask.values().any():
         return {}  # nothing is trained, so there is nothing to compare
-    names = ("response_mask", "old_log_probs", "rollout_log_probs")
-    padded = TensorDict({name: data[name] for name in names}, batch_size=len(data))
+    padded = TensorDict(columns, batch_size=len(rows)).to_padded_tensor()
     batch, metrics = compute_rollout_correction_and_add_to_batch(
-        DataProto(batch=padded.to_padded_tensor()), correction
+        DataProto(batch=padded), correction
     )
     for name in ("response_mask", "rollout_is_weights"):
         if name in batch.batch:
-            data[name] = response_to_nested(batch.batch[name], mask)
+            found = response_to_nested(batch.batch[name], mask).unbind()
+            data[name] = jagged(found[first : first + len(data)])
     data["loss_mask"] = data["response_mask"]
     return {name: float(value) for name, value in metrics.items()}
 
@@ -127,7 +148,8 @@ def for_update(
     return request
 
 
-def _jagged(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+def jagged(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One jagged tensor of a row each."""
     nested: torch.Tensor = torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
     return nested
 

@@ -13,12 +13,15 @@ iterator; going without keeps versions, order and durability here.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from turnfold.schemas.errors import UserError
+from turnfold.schemas.settings import SettingsError
+from turnfold.schemas.wire import Wire
 from turnfold.trainer.backends import durable
 
 SHARD_BYTES = 4 << 30
@@ -29,34 +32,63 @@ class WeightsError(UserError):
     """Weights that no engine should load; the text names directory and parameter."""
 
 
+def model_dir(setting: str) -> Path:
+    """The directory of the initial model. Raises SettingsError when there is none."""
+    if not setting:
+        raise SettingsError("TURNFOLD_MODEL is not set: give --model the directory of the model")
+    directory = Path(setting).expanduser().resolve()
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"TURNFOLD_MODEL={setting}: expected a directory with config.json, weights and "
+            "tokenizer; `turnfold tiny-model` makes a small one"
+        )
+    return directory
+
+
 def version_dir(root: Path, version: int) -> Path:
     return root / f"v{version:08d}"
 
 
-def write(
-    root: Path,
-    version: int,
-    parameters: Iterable[tuple[str, Any]],
-    *,
-    model_dir: Path,
-    dtype: str,
-    shard_bytes: int = SHARD_BYTES,
-) -> Path:
+class Publication(Wire, frozen=True, kw_only=True):
+    """Where a version goes and how."""
+
+    root: Path
+    version: int
+    model_dir: Path
+    """Gives config and tokenizer."""
+    dtype: str
+    """What parameters are stored as: float32, bfloat16 or float16."""
+    shard_bytes: int = SHARD_BYTES
+
+    @property
+    def directory(self) -> Path:
+        return version_dir(self.root, self.version)
+
+
+def write(publication: Publication, parameters: Iterable[tuple[str, Any]]) -> Path:
     """Write a version, validate it, give it its name, and point LATEST to it.
 
-    A version that is there and valid stays as it is: engines may be reading it. Parameters are
-    stored as `dtype` (float32, bfloat16, …); `model_dir` gives config and tokenizer.
+    A version that is there and valid stays as it is: engines may be reading it.
     Raises WeightsError when a parameter is not finite.
     """
-    target = version_dir(root, version)
+    target = publication.directory
     if not is_valid(target):
         with durable.new_directory(target) as draft:
-            _copy_config(model_dir, draft, dtype)
-            _write_json(draft / "turnfold.json", {"policy_version": version})
-            _write_shards(draft, parameters, dtype, shard_bytes)
+            _copy_config(publication.model_dir, draft, publication.dtype)
+            _write_json(draft / "turnfold.json", {"policy_version": publication.version})
+            _write_shards(draft, parameters, publication.dtype, publication.shard_bytes)
             validate(draft)
-    durable.write_text(root / "LATEST", target.name)
+    durable.write_text(publication.root / "LATEST", target.name)
     return target
+
+
+def stored(parameter: Any, dtype: str, *, is_copy: bool) -> Any:
+    """A parameter in CPU memory as it is stored; with `is_copy` never the memory of `parameter`."""
+    import torch
+
+    tensor = parameter.detach()
+    kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
+    return tensor.to("cpu", kind, copy=is_copy).contiguous()
 
 
 def validate(directory: Path) -> None:
@@ -87,6 +119,17 @@ def is_valid(directory: Path) -> bool:
     except WeightsError:
         return False
     return True
+
+
+def num_parameters(directory: Path) -> int:
+    """Numbers in the safetensors of a model, from their headers alone."""
+    total = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        total += sum(math.prod(shape) for shape in shapes)
+    return total
 
 
 def versions(root: Path) -> list[int]:
@@ -146,14 +189,9 @@ def _shards(
     parameters: Iterable[tuple[str, Any]], dtype: str, shard_bytes: int
 ) -> Iterator[dict[str, Any]]:
     """Parameters on the CPU, in parts of about `shard_bytes`, so that no full copy is held."""
-    import torch
-
-    kind = getattr(torch, dtype)
     shard: dict[str, Any] = {}
     for name, parameter in parameters:
-        tensor = parameter.detach()
-        tensor = tensor.to("cpu", kind if tensor.is_floating_point() else tensor.dtype, copy=True)
-        shard[name] = tensor.contiguous()
+        shard[name] = stored(parameter, dtype, is_copy=False)
         if sum(t.nbytes for t in shard.values()) >= shard_bytes:
             yield shard
             shard = {}

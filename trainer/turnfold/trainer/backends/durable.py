@@ -16,18 +16,29 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     On an exception nothing of it stays. An existing `target` is replaced.
     """
+    draft = new_draft(target)
+    try:
+        yield draft
+        keep(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def new_draft(target: Path) -> Path:
+    """An empty directory beside `target`, which `keep` gives its name."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.tmp"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
-    try:
-        yield draft
-        sync_tree(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-        sync(target.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    return draft
+
+
+def keep(draft: Path, target: Path) -> None:
+    """Bring a filled draft to disk and give it its name; an existing `target` is replaced."""
+    sync_tree(draft)
+    shutil.rmtree(target, ignore_errors=True)
+    draft.rename(target)
+    sync(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,12 +12,9 @@ from turnfold.schemas.settings import SettingsError
 CPU = {
     "VERL_USE_EXTERNAL_MODULES": "turnfold.trainer.cpu_platform",
     "VERL_PLATFORM": "cpu",
-    # verl files its FSDP engine under "cuda"; this names the drawer, not the device.
-    "VERL_ENGINE_DEVICE": "cuda",
 }
-ALWAYS = {
-    "VERL_LOGGING_LEVEL": "WARN",
-    "TOKENIZERS_PARALLELISM": "false",
+_QUIET = {"VERL_LOGGING_LEVEL": "WARN", "TOKENIZERS_PARALLELISM": "false"}
+ALWAYS = _QUIET | {
     # A process of its own, unless torchrun has said otherwise.
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -28,18 +25,36 @@ ALWAYS = {
 }
 
 
-def prepare(device: Literal["auto", "cpu", "cuda"]) -> bool:
+def num_processes() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def process_rank() -> int:
+    """Place of this process among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def for_workers(is_gpu: bool) -> dict[str, str]:
+    """What verl needs in the environment of a process that another one starts."""
+    shared = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+    return shared | _QUIET | ({} if is_gpu else CPU)
+
+
+def prepare(device: Literal["auto", "cpu", "cuda"], *, is_elsewhere: bool = False) -> bool:
     """Set what verl needs and return whether it will train on a GPU.
 
+    With `is_elsewhere` that GPU need not be in this machine, and auto is a GPU only if one is here.
     Raises SettingsError when a GPU is asked for and torch sees none, or when verl was imported
     before with another platform.
     """
     import torch
 
     is_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    if is_gpu and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if is_gpu and not has_gpu and not is_elsewhere:
         raise SettingsError("TURNFOLD_DEVICE=cuda, but torch sees no GPU: use cpu or auto")
-    wanted = {} if is_gpu else CPU
+    wanted = CPU if not (is_gpu and has_gpu) else {}
     if "verl" in sys.modules and any(os.environ.get(k) != v for k, v in wanted.items()):
         raise SettingsError("verl was imported before its platform was chosen")
     os.environ.update(wanted)
@@ -56,10 +71,14 @@ def join_process_group(is_gpu: bool) -> None:
     verl would make its own; on a CPU it asks for "cpu:gloo,cpu:gloo", which torch refuses, but it
     leaves an existing group alone. One process needs no port to meet the others.
     """
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
+    if is_gpu:
+        # torchrun's processes see all GPUs of the machine, a Ray worker sees its own alone.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
     if int(os.environ["WORLD_SIZE"]) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

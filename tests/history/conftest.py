@@ -24,6 +24,7 @@ from turnfold.history.heal import PromptPlan, plan_prompt
 from turnfold.history.render import TemplateRenderer
 from turnfold.history.sequences import TokenStore
 from turnfold.history.session import Session
+from turnfold.history.testing import split_tokens
 from turnfold.schemas.events import TurnCompleted
 from turnfold.schemas.messages import ChatMessage
 from turnfold.schemas.wire import Logprobs, TokenIds
@@ -39,6 +40,7 @@ class ToyRenderer:
         self.count_first = count_first
         self.num_renders = 0
         self.special_ids = frozenset(MARKS)
+        self.boundaries = frozenset(MARKS.values())
 
     def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
         self.num_renders += 1
@@ -152,18 +154,6 @@ def rows(sequences: TokenStore) -> list[tuple[list[int], list[int]]]:
                 mask[span.start : span.stop] = [1] * (span.stop - span.start)
         made.append((ids, mask))
     return made
-
-
-def split_tokens(renderer: Any, text: str, is_split: Callable[[int], bool]) -> list[int]:
-    """The ids of the text, some cut in two where `is_split(index)`: equal text, other tokens."""
-    ids: list[int] = []
-    for index, token in enumerate(renderer.encode(text).tolist()):
-        word = renderer.decode(np.array([token], dtype=np.uint32))
-        if token in renderer.special_ids or len(word) < 2 or not is_split(index):
-            ids.append(token)
-        else:
-            ids += [*renderer.encode(word[:1]).tolist(), *renderer.encode(word[1:]).tolist()]
-    return ids
 
 
 CORPUS = [

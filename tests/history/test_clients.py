@@ -22,6 +22,9 @@ MUTATIONS: dict[str, Callable[[ChatMessage], ChatMessage]] = {
     ),
     "stripped": lambda reply: msgspec.structs.replace(reply, content=reply.content.strip()),
     "reasoning dropped": lambda reply: msgspec.structs.replace(reply, reasoning=""),
+    "text beside a call dropped": lambda reply: (
+        msgspec.structs.replace(reply, content="") if reply.tool_calls else reply
+    ),
     "ids replaced": lambda reply: msgspec.structs.replace(
         reply, tool_calls=tuple(msgspec.structs.replace(c, id="other") for c in reply.tool_calls)
     ),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from turnfold.history.canonical import CosmeticRules
 from turnfold.history.errors import NonlinearHistory
+from turnfold.history.session import Session
 from turnfold.schemas.messages import ChatMessage, ToolCall
 
 Q1 = [213, 149]
@@ -377,3 +379,126 @@ def test_foreign_assistant_messages_in_the_prompt_are_context(chat: Any) -> None
     assert plan.parent_turn_id == "t0"
     assert len(chat.rows()) == 1
     assert sum(chat.rows()[0][1]) == 2
+
+
+def test_text_dropped_beside_a_call_is_healed(chat: Any) -> None:
+    """Some agents keep the calls of such a message only; what was sampled stays."""
+    output = chat.renderer.encode('so<write {"path": "a"}>').tolist()
+    calls = write(path="a")
+    chat.turn([user("q1")], output, assistant("so", tool_calls=calls))
+    said = [user("q1"), assistant("", tool_calls=calls), tool("ok")]
+    plan = chat.turn(said, [2001])
+    assert plan.prompt_ids.tolist() == [10, *Q1, 11, 12, *output, 13, 14, 211, 207, 15, 12]
+    assert (plan.continuity, plan.divergence.cause) == ("healed", "text_dropped")
+    assert plan.divergence.message_index == 1
+    assert chat.session.history("t1")[1].content == "so"
+    chat.turn([*said, chat.replies[-1], user("q2")], [2002])
+    assert chat.continuities()[2] == "healed"
+    assert len(chat.rows()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("no", "write"), ("", "delete"), ("", "")], ids=["text", "call", "no call"]
+)
+def test_message_whose_text_or_call_is_another_one_is_a_reset(
+    chat: Any, text: str, name: str
+) -> None:
+    chat.turn([user("q1")], [2001], assistant("so", tool_calls=write(path="a")))
+    calls = (ToolCall(name=name, arguments={"path": "a"}),) if name else ()
+    plan = chat.turn([user("q1"), assistant(text, tool_calls=calls), tool("ok")], [2002])
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "content_edited")
+    assert plan.divergence.message_index == 1
+
+
+def test_answers_that_differ_in_their_text_alone_are_told_apart(chat: Any) -> None:
+    calls = write(path="a")
+    for number, text in enumerate(("so", "well")):
+        chat.turn([user("q1")], [2001 + number], assistant(text, tool_calls=calls))
+    for number, text in enumerate(("so", "well")):
+        plan = chat.plan([user("q1"), assistant(text, tool_calls=calls), tool("ok")])
+        assert plan.parent_turn_id == f"t{number}"
+    # Where the text is gone, the latest answer is the likely one.
+    plan = chat.plan([user("q1"), assistant("", tool_calls=calls), tool("ok")])
+    assert plan.parent_turn_id == "t1"
+
+
+def test_text_beside_a_call_counts_where_the_rules_say_so(toy: Any, converse: Any) -> None:
+    strict = CosmeticRules(is_dropped_call_text_cosmetic=False)
+    chat = converse(toy, session=Session("s1", "r1", strict))
+    chat.turn([user("q1")], [2001], assistant("so", tool_calls=write(path="a")))
+    plan = chat.turn([user("q1"), assistant("", tool_calls=write(path="a")), tool("ok")], [2002])
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "text_dropped")
+
+
+def test_edit_behind_a_stored_turn_forks_there_and_says_what_was_edited(chat: Any) -> None:
+    """An old tool result was shortened: what stands before it keeps its sampled tokens."""
+    said = [user("q1"), assistant("", tool_calls=write(path="a"))]
+    chat.turn(said[:1], '<write {"path": "a"}>', said[1])
+    chat.turn([*said, tool("long")], [2001])
+    edited = [*said, tool("cut"), assistant("b"), user("q2")]
+    plan = chat.turn(edited, [2002])
+    assert (plan.continuity, plan.parent_turn_id) == ("forked", "t0")
+    assert plan.shared_len == chat.session.sequences.length("t0")
+    assert (plan.divergence.cause, plan.divergence.message_index) == ("content_edited", 2)
+    assert [sum(mask) for _, mask in chat.rows()][1:] == [1]
+    plan = chat.turn([*edited, assistant("c"), user("q3")], [2003])
+    assert (plan.continuity, plan.parent_turn_id) == ("healed", "t2")
+
+
+def test_episode_of_thirty_turns_survives_one_edited_message(chat: Any) -> None:
+    said = [user("q0")]
+    for number in range(30):
+        chat.turn(said, [2001])
+        said = [*said, chat.replies[-1], user(f"q{number + 1}")]
+        if number == 16:
+            said[-3] = user("other")
+    found = chat.rows()
+    assert [sum(mask) for _, mask in found] == [17, 13]
+    assert chat.continuities().count("forked") == 1
+    assert chat.causes()[17] == "content_edited"
+
+
+def test_shared_turns_of_three_branches_are_trained_once(chat: Any) -> None:
+    said = [user("q1")]
+    for question in ("q2", "q3"):
+        chat.turn(said, [2001])
+        said = [*said, chat.replies[-1], user(question)]
+    for number, question in enumerate(("x", "y", "z")):
+        chat.turn([*said[:-1], user(question)], [2010 + number])
+    found = chat.rows()
+    assert [sum(mask) for _, mask in found] == [3, 1, 1]
+    # The shared outputs are context in the other two, and the same tokens.
+    shared = chat.session.sequences.full("t1").tolist()
+    assert all(ids[: len(shared)] == shared for ids, _ in found)
+
+
+def test_closing_mark_that_the_model_did_not_sample_is_masked(chat: Any) -> None:
+    chat.turn([user("q1")], [2001])
+    chat.turn([user("q1"), assistant("b"), user("q2")], [2002, 13])
+    [(ids, mask)] = chat.rows()
+    assert [(i, m) for i, m in zip(ids, mask, strict=True) if i in (13, 2001, 2002)] == [
+        (2001, 1),
+        (13, 0),
+        (2002, 1),
+        (13, 1),
+    ]
+
+
+def test_stop_mark_that_opens_the_next_message_stands_once(toy: Any, converse: Any) -> None:
+    """GLM closes a reply with the mark of whoever speaks next."""
+
+    class Unclosed(type(toy)):  # type: ignore[misc]
+        def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+            text = super().render(messages, tools, add_generation_prompt)
+            return str(text).replace("a❩", "")
+
+    chat = converse(Unclosed())
+    chat.turn([user("q1")], [2001, 14], reply=assistant("b"))
+    plan = chat.turn([user("q1"), assistant("b"), tool("ok")], [2002, 10], reply=assistant("c"))
+    assert plan.prompt_ids.tolist() == [10, *Q1, 11, 12, 2001, 14, 211, 207, 15, 12]
+    # The mark was for a tool, but a user spoke.
+    chat = converse(Unclosed())
+    chat.turn([user("q1")], [2001, 14], reply=assistant("b"))
+    plan = chat.turn([user("q1"), assistant("b"), user("q2")], [2002])
+    assert plan.prompt_ids.tolist()[:7] == [10, *Q1, 11, 12, 2001, 14]
+    assert plan.prompt_ids.tolist()[-4:] == [*Q2, 11, 12]

@@ -38,6 +38,7 @@ class Transcript:
 
     def __init__(self, model: TemplateRenderer) -> None:
         self.encode, self.decode, self.special_ids = model.encode, model.decode, model.special_ids
+        self.boundaries = model.boundaries
 
     def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
         return "".join(message.content for message in messages)

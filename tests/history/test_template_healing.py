@@ -317,3 +317,70 @@ def test_reasoning_opened_by_the_generation_prompt_stays_inside_its_block(
     assert text.count("<think>") == 3
     assert text.count("</think>") == 2
     assert len(chat.rows()) == 1
+
+
+def test_closing_mark_that_a_template_leaves_out_later_is_no_reset(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """Bielik closes a tool result only while it is the last message."""
+    old = "{{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}"
+    renderer = variant(bpe, old, "{{- '<|im_end|>\\n' if loop.last }}")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather"), assistant("", (CALL,)), tool("sunny")]
+    chat.turn(said[:2], CALL_TEXT + "<|im_end|>", said[2])
+    chat.turn(said, "It is sunny.<|im_end|>")
+    said = [*said, assistant("It is sunny."), user("thanks")]
+    plan = chat.turn(said, "Yes.<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("healed", "template_rewrote_history")
+    assert renderer.decode(plan.prompt_tail.array) == (
+        "\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(chat.rows()) == 1
+
+
+def test_reply_that_a_tool_result_opens_otherwise_is_no_reset(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """DeepSeek-V3.2 opens the reply to a tool result with other marks than the one to a user."""
+    old = "add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}"
+    opening = (
+        "{{- '<think></think>' if messages[-1].role == 'tool' else '<|im_start|>assistant\\n' }}"
+    )
+    renderer = variant(bpe, old, f"add_generation_prompt %}}\n    {opening}")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather"), assistant("", (CALL,)), tool("sunny")]
+    chat.turn(said[:2], CALL_TEXT + "<|im_end|>", said[2])
+    chat.turn(said, "It is sunny.<|im_end|>")
+    plan = chat.turn([*said, assistant("It is sunny."), user("thanks")], "Yes.<|im_end|>")
+    assert (plan.continuity, len(chat.rows())) == ("healed", 1)
+
+
+def test_opening_of_a_template_that_always_writes_it_is_learnt(bpe: TemplateRenderer) -> None:
+    unasked = variant(bpe, "{%- if add_generation_prompt %}", "{%- if true %}")
+    # What two questions begin alike is no part of it.
+    assert template_facts(unasked).opening == "assistant\n"
+
+
+def test_changed_words_of_a_tool_result_stay_a_reset(bpe: TemplateRenderer, converse: Any) -> None:
+    shortened = "(message.content if loop.last else message.content[:3])"
+    renderer = variant(bpe, "message.content + '\\n</tool", f"{shortened} + '\\n</tool")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather"), assistant("", (CALL,)), tool("sunny")]
+    chat.turn(said[:2], CALL_TEXT + "<|im_end|>", said[2])
+    chat.turn(said, "It is sunny.<|im_end|>")
+    plan = chat.turn([*said, assistant("It is sunny."), user("thanks")], "Yes.<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
+
+
+def test_equal_tool_results_are_told_apart_where_only_the_last_is_closed(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    old = "{{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}"
+    renderer = variant(bpe, old, "{{- '<|im_end|>\\n' if loop.last }}")
+    chat = converse(renderer)
+    said = [SYSTEM, user("Find the weather")]
+    for _ in range(4):
+        chat.turn(said, CALL_TEXT + "<|im_end|>", assistant("", (CALL,)))
+        said = [*said, assistant("", (CALL,)), tool("sunny")]
+    assert "reset" not in chat.continuities()
+    assert len(chat.rows()) == 1

@@ -2,7 +2,8 @@
 
 Agents send the history back re-serialised. What carries no meaning must not count: the order and
 spacing of JSON keys in tool arguments, call ids, null against empty content, the order of the tools
-list. Edge whitespace of assistant text and reasoning that was left out are cosmetic by rule.
+list. Edge whitespace of assistant text, reasoning that was left out, and text beside a tool call
+that was left out are cosmetic by rule.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class CosmeticRules:
     """Leading and trailing whitespace of the content."""
     is_dropped_reasoning_cosmetic: bool = True
     """Reasoning that the model wrote and the client does not send back."""
+    is_dropped_call_text_cosmetic: bool = True
+    """Text that the model wrote beside a tool call and the client does not send back: many agents
+    keep the calls of such a message only. The calls themselves must be equal."""
 
 
 def digest_chain(
@@ -62,7 +66,8 @@ def tools_digest(tools: Sequence[Tool] | None) -> bytes:
 def canonical_message(message: ChatMessage, rules: CosmeticRules) -> bytes:
     """The bytes that two messages share when they are the same message.
 
-    Reasoning takes part only where dropping it is not cosmetic; see `is_same_message` for edits.
+    Reasoning, and text beside a call, take part only where dropping them is not cosmetic; see
+    `is_same_message` for edits.
     """
     is_assistant = message.role == "assistant"
     form: list[Any] = [message.role, canonical_content(message, rules)]
@@ -74,24 +79,43 @@ def canonical_message(message: ChatMessage, rules: CosmeticRules) -> bytes:
 
 
 def is_same_message(stored: ChatMessage, incoming: ChatMessage, rules: CosmeticRules) -> bool:
-    """Whether `incoming` is `stored` sent back: canonically equal, its reasoning kept or dropped."""
-    if is_reasoning_edited(stored, incoming):
+    """Whether `incoming` is `stored` sent back: canonically equal, what may be dropped kept or not."""
+    if is_dropped_part_edited(stored, incoming, rules):
         return False
     # Not `stored == incoming`: to Python, True is 1.
     return canonical_message(stored, rules) == canonical_message(incoming, rules)
 
 
-def is_reasoning_edited(stored: ChatMessage, incoming: ChatMessage) -> bool:
-    """Whether reasoning came back as something else than was written; leaving it out is no edit."""
+def is_dropped_part_edited(
+    stored: ChatMessage, incoming: ChatMessage, rules: CosmeticRules
+) -> bool:
+    """Whether reasoning, or text beside a call, came back as something else than was written.
+
+    Leaving it out is no edit.
+    """
     theirs = incoming.reasoning.strip()
-    return bool(theirs) and theirs != stored.reasoning.strip()
+    if theirs and theirs != stored.reasoning.strip():
+        return True
+    if not _may_drop_content(stored, rules):
+        return False
+    content = _content(incoming, rules)
+    return bool(content) and content != _content(stored, rules)
 
 
 def canonical_content(message: ChatMessage, rules: CosmeticRules) -> str:
     """The content without what the rules call cosmetic."""
+    return "" if _may_drop_content(message, rules) else _content(message, rules)
+
+
+def _content(message: ChatMessage, rules: CosmeticRules) -> str:
     if message.role == "assistant" and rules.is_edge_whitespace_cosmetic:
         return message.content.strip()
     return message.content
+
+
+def _may_drop_content(message: ChatMessage, rules: CosmeticRules) -> bool:
+    is_call = message.role == "assistant" and bool(message.tool_calls)
+    return is_call and rules.is_dropped_call_text_cosmetic
 
 
 def canonical_arguments(call: ToolCall) -> Any:

@@ -17,6 +17,8 @@ WHITESPACE = "whitespace"
 """Edge whitespace of assistant text."""
 REASONING_DROPPED = "reasoning_dropped"
 """Reasoning that the model wrote did not come back."""
+TEXT_DROPPED = "text_dropped"
+"""Text that the model wrote beside a tool call did not come back."""
 CONTENT_EDITED = "content_edited"
 """A message came back with other text, calls or role."""
 MESSAGE_REMOVED = "message_removed"
@@ -34,6 +36,9 @@ REPLY_REFORMATTED = "reply_reformatted"
 RETOKENIZED = "retokenized"
 """The text is equal, but the sampled tokens are not those that it encodes to."""
 UNKNOWN = "unknown"
+
+EDITS = frozenset((CONTENT_EDITED, MESSAGE_REMOVED, SYSTEM_CHANGED, TOOLS_CHANGED, COMPACTION))
+"""Causes that change what the conversation says: no healing undoes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ def cosmetic_differences(
 
 def _causes(stored: ChatMessage, incoming: ChatMessage) -> Iterable[str]:
     if stored.content != incoming.content:
-        yield WHITESPACE
+        yield TEXT_DROPPED if stored.content.strip() and not incoming.content else WHITESPACE
     if stored.reasoning and not incoming.reasoning:
         yield REASONING_DROPPED
     elif stored.reasoning != incoming.reasoning:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from turnfold.history.canonical import is_reasoning_edited
+from turnfold.history.canonical import is_dropped_part_edited
 from turnfold.history.divergence import (
     RETOKENIZED,
     TEMPLATE_REWROTE_HISTORY,
@@ -22,6 +22,7 @@ from turnfold.history.divergence import (
     explain_edit,
     is_identical,
 )
+from turnfold.history.encoding import encode_render
 from turnfold.history.errors import NonlinearHistory
 from turnfold.history.render import Renderer
 from turnfold.history.retokenized import first_retokenized
@@ -29,7 +30,6 @@ from turnfold.history.saved_text import align, saved_pieces
 from turnfold.history.sequences import Ids, Prefix
 from turnfold.history.session import Match, Session
 from turnfold.history.splice import splice
-from turnfold.history.template_facts import template_facts
 from turnfold.schemas.events import Continuity, Divergence, HistoryMode, NonlinearPolicy
 from turnfold.schemas.messages import ChatMessage, Tool
 from turnfold.schemas.wire import TokenIds
@@ -126,7 +126,11 @@ def _plan_continuation(
     if result is None:
         return None
     prompt_ids = np.concatenate((saved, result.tail))
-    divergence = _first_drift(session, renderer, match, result.cause, prompt_ids)
+    if any(message.role == "assistant" for message in new_messages):
+        # The request claims replies after the matched turn that were never sampled: an edit.
+        divergence: Divergence | None = explain(session, messages, session.tools(turn_id))
+    else:
+        divergence = _first_drift(session, renderer, match, result.cause, prompt_ids)
     continuity: Continuity = "extended" if divergence is None else "healed"
     return PromptPlan(
         prompt_ids=prompt_ids,
@@ -227,8 +231,10 @@ def explain(
     turn_id, count = common
     stored = session.history(turn_id)
     pairs = enumerate(zip(stored[:count], messages, strict=False))
-    # Edited reasoning is no part of the digests, so it hides inside the common messages.
-    edited = next((index for index, pair in pairs if is_reasoning_edited(*pair)), count)
+    # What may be dropped is no part of the digests, so its edits hide inside the common messages.
+    edited = next(
+        (index for index, pair in pairs if is_dropped_part_edited(*pair, session.rules)), count
+    )
     return explain_edit(stored, messages, edited, session.rules)
 
 
@@ -255,7 +261,7 @@ def _plan_as_rendered(
 ) -> PromptPlan:
     """The request as the template renders it, against the longest exact prefix in the session."""
     render = renderer.render(messages, tools, True)
-    prompt_ids = renderer.encode(render)
+    prompt_ids = encode_render(session, renderer, render)
     prefix = session.sequences.longest_prefix(prompt_ids)
     shared_len = prefix.shared_len if prefix else 0
     if continuity is None:
@@ -305,9 +311,10 @@ def _tree_divergence(
 ) -> Divergence | None:
     """Why the prompt is a fork; None for a branch or a retry, where nothing has drifted."""
     is_whole = prefix and prefix.shared_len == session.sequences.length(prefix.turn_id)
-    if is_whole or session.retried(messages, tools):
+    chain = session.chain(messages, tools)
+    if is_whole or session.retried(messages, tools, chain):
         return None
-    match = session.lookup(messages, tools)
+    match = session.lookup(messages, tools, chain)
     if match is None:
         return explain(session, messages, tools)
     if match.differences:
@@ -315,7 +322,7 @@ def _tree_divergence(
         return Divergence(cause=first.cause, message_index=first.message_index)
     ids = session.sequences.full(match.turn_id)
     pieces = saved_pieces(session, renderer, match.turn_id, ids)
-    places = align(pieces, render, template_facts(renderer).opening)
+    places = align(renderer, pieces, render)
     is_text_equal = places is not None and all(place.is_shown for place in places)
     return Divergence(cause=RETOKENIZED if is_text_equal else TEMPLATE_REWROTE_HISTORY)
 

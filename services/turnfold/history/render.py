@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from turnfold.history.boundaries import safe_boundaries
 from turnfold.history.canonical import canonical_arguments
 from turnfold.history.errors import RenderError
 from turnfold.history.sequences import Ids
@@ -27,6 +28,11 @@ class Renderer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of added tokens: turn markers, tool markers. Text never merges across them."""
+        ...
+
+    @property
+    def boundaries(self) -> frozenset[str]:
+        """Texts before each occurrence of which a text may be cut and encoded in parts."""
         ...
 
     def render(
@@ -79,6 +85,7 @@ class TemplateRenderer:
         }
         self._dialect = _Dialect(chat_template)
         self.special_ids = frozenset(map(int, tokenizer.get_added_tokens_decoder()))
+        self.boundaries = safe_boundaries(tokenizer, chat_template)
 
     def render(
         self,
@@ -108,7 +115,8 @@ class TemplateRenderer:
 
     def encode(self, text: str) -> Ids:
         """Token ids of the text, uint32; markers in the text become their ids, nothing is added."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        # The fast form keeps no offsets, which takes a fifth of the time; it exists for batches only.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Ids) -> str:

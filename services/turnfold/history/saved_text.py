@@ -6,12 +6,13 @@ comparison, so checking 100k tokens costs microseconds and encodes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from turnfold.history.render import Renderer
 from turnfold.history.sequences import Ids, Span
 from turnfold.history.session import Session
+from turnfold.history.template_facts import mark_texts, template_facts
 
 CONTEXT_TOKENS = 4
 """Tokens before a piece that are decoded with it: some tokenizers drop a space at the start."""
@@ -54,12 +55,13 @@ def saved_pieces(session: Session, renderer: Renderer, turn_id: str, ids: Ids) -
     return pieces
 
 
-def align(pieces: Sequence[Piece], render: str, opening: str) -> list[Place] | None:
+def align(renderer: Renderer, pieces: Sequence[Piece], render: str) -> list[Place] | None:
     """Where each saved piece stands in a render of the same conversation.
 
     A reply may be shown in another form: it then has an empty place, and the next prompt piece is
-    searched for. A prompt piece must appear verbatim, but for the generation opening at its end;
-    None when one does not, so that the template shows another past than the model saw.
+    searched for. A prompt piece must appear verbatim, but for the generation opening and closing
+    marks at its end; None when one does not, so that the template shows another past than the model
+    saw.
 
         saved   <user>q1<assistant> | sampled one | <user>q2<assistant> | sampled two
         render  <user>q1<assistant>   shown one     <user>q2<assistant>   sampled two …
@@ -68,7 +70,7 @@ def align(pieces: Sequence[Piece], render: str, opening: str) -> list[Place] | N
     places: list[Place] = []
     at = 0
     for piece in pieces:
-        place = _place(piece, render, at, opening)
+        place = _place(renderer, piece, render, at)
         if place is None:
             return None
         places.append(place)
@@ -90,28 +92,76 @@ def is_end_certain(places: Sequence[Place], render: str) -> bool:
     return render.find(render[start : places[-1].end], start + 1) < 0
 
 
-def is_prompt_shown_but_for_whitespace(pieces: Sequence[Piece], render: str, opening: str) -> bool:
+def is_prompt_shown_but_for_whitespace(
+    renderer: Renderer, pieces: Sequence[Piece], render: str
+) -> bool:
     """Whether a template rewrote no more than whitespace of what was put before the model.
 
     Some add a line break after a tool result once another message follows it.
     """
-    bare = [replace(piece, text=_without_whitespace(piece.text)) for piece in pieces]
-    return align(bare, _without_whitespace(render), _without_whitespace(opening)) is not None
+    bare, at = _without_whitespace(render), 0
+    for piece in pieces:
+        if piece.span.is_output:
+            continue
+        found = _find_prompt(
+            piece, [_without_whitespace(t) for t in _forms(renderer, piece)], bare, at
+        )
+        if found is None:
+            return False
+        at = found[1]
+    return True
 
 
 def _without_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def _place(piece: Piece, render: str, at: int, opening: str) -> Place | None:
+def _place(renderer: Renderer, piece: Piece, render: str, at: int) -> Place | None:
     if render.startswith(piece.text, at):
         return Place(at, at + len(piece.text), True)
     if piece.span.is_output:
         return Place(at, at, False)
-    shown = piece.text.removesuffix(opening) if opening else piece.text
-    is_first = piece.span.start == 0
-    found = render.find(shown, 0, len(shown)) if is_first else render.find(shown, at)
-    return Place(found, found + len(shown), False) if found >= 0 else None
+    found = _find_prompt(piece, _forms(renderer, piece), render, at)
+    return Place(*found, False) if found else None
+
+
+def _find_prompt(
+    piece: Piece, forms: Iterable[str], render: str, at: int
+) -> tuple[int, int] | None:
+    """Where a form of the piece stands first; the beginning of a prompt stands at the start only.
+
+    The earliest, not the fullest: an equal message may follow, shown in full as it is the last.
+    """
+    places = []
+    for form in forms:
+        is_first = piece.span.start == 0
+        found = render.find(form, 0, len(form)) if is_first else render.find(form, at)
+        if found >= 0:
+            places.append((found, found + len(form)))
+    return min(places, key=lambda place: (place[0], -place[1])) if places else None
+
+
+def _forms(renderer: Renderer, piece: Piece) -> Iterator[str]:
+    """A prompt piece without the generation opening, and without closing marks before that.
+
+    Some templates close a tool result only while it is the last message, or open the reply to one
+    otherwise than the reply to a user.
+    """
+    asked = piece.text.removesuffix(template_facts(renderer).opening)
+    yield asked
+    said = _without_closing_marks(renderer, asked)
+    if said != asked and said:
+        yield said
+
+
+def _without_closing_marks(renderer: Renderer, text: str) -> str:
+    marks = mark_texts(renderer)
+    while True:
+        text = text.rstrip()
+        closing = next((mark for mark in marks if text.endswith(mark)), None)
+        if closing is None:
+            return text
+        text = text.removesuffix(closing)
 
 
 def _end(session: Session, span: Span) -> int:

@@ -17,12 +17,12 @@ from turnfold.history.canonical import (
     CosmeticRules,
     digest_chain,
     extend_chain,
-    is_reasoning_edited,
+    is_dropped_part_edited,
     tools_digest,
 )
 from turnfold.history.divergence import Difference, cosmetic_differences, is_identical
 from turnfold.history.errors import HistoryError
-from turnfold.history.sequences import TokenStore
+from turnfold.history.sequences import Ids, TokenStore
 from turnfold.schemas.events import TurnCompleted
 from turnfold.schemas.messages import ChatMessage, Tool
 
@@ -94,6 +94,8 @@ class Session:
         """Cache of decoded spans by (turn, is_output); holds nothing the fold does not."""
         self.retokenized: dict[str, bool] = {}
         """Cache: whether re-encoding the text of a turn's output gives other tokens."""
+        self.encoded: dict[str, Ids] = {}
+        """Cache: the tokens of parts of renders, cut where tokens never reach across."""
         self._turns: dict[str, _Turn] = {}
         self._index = _Index()
 
@@ -263,9 +265,9 @@ class Session:
     def _differences(
         self, stored: Sequence[ChatMessage], messages: Sequence[ChatMessage]
     ) -> tuple[Difference, ...] | None:
-        """What differs between canonically equal messages; None where reasoning was edited."""
+        """What differs between canonically equal messages; None where a part was edited."""
         pairs = list(zip(stored, messages, strict=False))
-        if any(is_reasoning_edited(ours, theirs) for ours, theirs in pairs):
+        if any(is_dropped_part_edited(ours, theirs, self.rules) for ours, theirs in pairs):
             return None
         return cosmetic_differences(pairs)
 

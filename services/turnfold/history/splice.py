@@ -33,7 +33,7 @@ from turnfold.history.saved_text import (
     is_prompt_shown_but_for_whitespace,
 )
 from turnfold.history.sequences import Ids
-from turnfold.history.template_facts import common_suffix_len, template_facts
+from turnfold.history.template_facts import common_suffix_len
 from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 
 
@@ -61,13 +61,12 @@ def splice(
     it a history that never was. Raises RenderError when the template refuses the messages.
     """
     render = renderer.render([*history, *new_messages], tools, True)
-    opening = template_facts(renderer).opening
-    places = align(pieces, render, opening)
+    places = align(renderer, pieces, render)
     if places is not None and is_end_certain(places, render):
         tail = renderer.encode(render[places[-1].end :])
         shown = render[: places[-1].end]
         return Splice(tail, _cause(renderer, pieces, places, shown, history), 1)
-    if places is None and not is_prompt_shown_but_for_whitespace(pieces, render, opening):
+    if places is None and not is_prompt_shown_but_for_whitespace(renderer, pieces, render):
         return None
     return _splice_by_probe(
         renderer, pieces, places, render, output_ids, history, new_messages, tools

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from turnfold.history.errors import RenderError
 from turnfold.history.render import Renderer
@@ -18,6 +21,8 @@ class TemplateFacts:
     """The generation prompt: what the template writes for the model to continue."""
     closers: frozenset[int]
     """Marks that close the last reply of a conversation; gpt-oss: <|return|>, elsewhere <|end|>."""
+    cuts: re.Pattern[str] | None = None
+    """Finds the boundaries of the tokenizer that the template writes; None when it writes none."""
 
 
 @lru_cache(maxsize=64)
@@ -30,9 +35,43 @@ def template_facts(renderer: Renderer) -> TemplateFacts:
         one, other = (renderer.render([question, reply], None, False) for reply in replies)
     except RenderError:
         return TemplateFacts("", frozenset())
-    opening = prompt[len(asked) :] if prompt.startswith(asked) else ""
+    if prompt == asked:
+        opening = _opening_always_written(renderer, prompt)
+    else:
+        opening = prompt[len(asked) :] if prompt.startswith(asked) else ""
     closer = renderer.encode(one[len(one) - common_suffix_len(one, other) :]).tolist()
-    return TemplateFacts(opening, frozenset(closer) & renderer.special_ids)
+    closers = frozenset(closer) & renderer.special_ids
+    return TemplateFacts(opening, closers, _cuts(renderer, prompt + one))
+
+
+@lru_cache(maxsize=64)
+def mark_texts(renderer: Renderer) -> tuple[str, ...]:
+    """The texts of all added tokens, the longest first."""
+    ids = np.array(sorted(renderer.special_ids), np.uint32)
+    texts = {renderer.decode(ids[index : index + 1]) for index in range(len(ids))}
+    return tuple(sorted((text for text in texts if text.strip()), key=len, reverse=True))
+
+
+def _opening_always_written(renderer: Renderer, prompt: str) -> str:
+    """The opening of a template that writes it whether it is asked to or not.
+
+    It is what another question after the first one does not repeat:
+
+        one question    <user>x<end><assistant><think></think>
+        two questions   <user>x<end><user>x<end><assistant><think></think>
+    """
+    question = ChatMessage(role="user", content="x")
+    try:
+        longer = renderer.render([question, question], None, True)
+    except RenderError:
+        return ""
+    pairs = enumerate(zip(prompt, longer, strict=False))
+    return prompt[next((index for index, (a, b) in pairs if a != b), len(prompt)) :]
+
+
+def _cuts(renderer: Renderer, text: str) -> re.Pattern[str] | None:
+    marks = sorted(mark for mark in renderer.boundaries if mark in text)
+    return re.compile("|".join(map(re.escape, marks))) if marks else None
 
 
 def common_suffix_len(a: str, b: str) -> int:

@@ -204,6 +204,21 @@ async def test_a_restart_writes_nothing_again_and_reads_from_the_oldest_open_rol
     assert digests(found) == digests(await replayed(broker, topics))
 
 
+async def test_a_rollout_that_is_delivered_again_after_a_restart_writes_nothing(
+    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+) -> None:
+    events = [started("a", group_id="g-a", deadline_at=time.time() + 60), *rollout("a")[1:]]
+    healer.start()
+    await publish(producer, topics, events)
+    await until(broker, topics.trajectories, Trajectory, lambda t: len(t) == 1)
+    healer.kill9()
+    healer.start()
+    await publish(producer, topics, [*events, *rollout("b")])
+    found = await until(broker, topics.trajectories, Trajectory, lambda t: len(t) >= 2)
+    assert sorted(t.rollout_id for t in found) == ["a", "b"]
+    assert digests(found) == digests(await replayed(broker, topics))
+
+
 async def test_a_healer_whose_position_kafka_forgot_writes_nothing_again(
     broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
 ) -> None:

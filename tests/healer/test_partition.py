@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from turnfold.healer import partition as partition_module
 from turnfold.healer.partition import (
+    REMEMBERED_S,
     Ignored,
     Outcome,
     PartitionFold,
@@ -21,21 +21,23 @@ from turnfold.schemas.testing import RolloutScript, finished, revised, started, 
 from turnfold.schemas.trajectories import Trajectory
 
 
-def record(value: bytes | None, offset: int, key: str = "r1", content_type: str = "") -> Record:
+def record(
+    value: bytes | None, offset: int, key: str = "r1", content_type: str = "", at: float = 0.0
+) -> Record:
     return Record(
         topic="turnfold.events",
         partition=0,
         offset=offset,
         key=key.encode(),
         value=value,
-        timestamp=0.0,
+        timestamp=at,
         headers=(("content-type", content_type.encode()),) if content_type else (),
     )
 
 
-def records(events: Iterable[Event], first: int = 0) -> list[Record]:
+def records(events: Iterable[Event], first: int = 0, at: float = 0.0) -> list[Record]:
     return [
-        record(codec.encode(event), first + index, event.rollout_id)
+        record(codec.encode(event), first + index, event.rollout_id, at=at)
         for index, event in enumerate(events)
     ]
 
@@ -70,15 +72,57 @@ def test_a_finished_rollout_is_released_and_forgotten() -> None:
     assert partition.open == {}
 
 
-def test_the_low_watermark_is_the_start_of_the_oldest_open_rollout() -> None:
+def test_a_restart_begins_at_the_start_of_the_oldest_open_or_remembered_rollout() -> None:
     partition = PartitionFold("turnfold.events", 0)
-    log = records([started("a"), started("b"), started("c")], first=5)
+    starts = [started(name, deadline_at=100.0) for name in "abc"]
+    fed(records(starts, first=5, at=50.0), partition)
+    assert partition.restart_point(8).offset == 5
+    fed(records([finished("a"), finished("c")], first=8, at=60.0), partition)
+    assert partition.restart_point(10).offset == 5  # the start of a may be delivered again
+    fed(
+        records([started("d", deadline_at=900.0)], first=10, at=100.0 + REMEMBERED_S + 1), partition
+    )
+    assert partition.restart_point(11).offset == 6
+    fed(records([finished("b"), finished("d")], first=11, at=900.0 + REMEMBERED_S + 1), partition)
+    assert partition.restart_point(13).offset == 13
+
+
+@pytest.mark.parametrize("at", [60.0, 100.0, 100.0 + REMEMBERED_S, 5000.0])
+def test_a_start_that_is_delivered_again_after_the_end_opens_nothing(at: float) -> None:
+    partition = PartitionFold("turnfold.events", 0)
+    begun = started("r1", deadline_at=100.0)
+    fed(records([begun, finished("r1")], at=50.0), partition)
+    again = fed(records([started("other", deadline_at=9e9), begun], first=2, at=at), partition)
+    assert again[1:] == [Ignored("late")]
+    assert list(partition.open) == ["other"]
+
+
+def test_a_restart_knows_what_ended_before() -> None:
+    log = records([started("r1", deadline_at=100.0), finished("r1")], at=50.0)
+    first = PartitionFold("turnfold.events", 0)
+    fed(log, first)
+    point = first.restart_point(2)
+    second = PartitionFold("turnfold.events", 0, log_time=point.log_time)
+    fed(log[point.offset :], second)
+    assert fed(records([started("r1", deadline_at=100.0)], first=2, at=60.0), second) == [
+        Ignored("late")
+    ]
+
+
+def test_a_rollout_is_not_let_go_before_every_start_of_it_that_was_delivered() -> None:
+    partition = PartitionFold("turnfold.events", 0)
+    begun = started("r1", deadline_at=100.0)
+    other = started("other", deadline_at=9e9)
+    log = records([begun, finished("r1"), other, begun], at=50.0)
     fed(log, partition)
-    assert partition.low_watermark(8) == 5
-    fed(records([finished("a")], first=8), partition)
-    assert partition.low_watermark(9) == 6
-    fed(records([finished("c"), finished("b")], first=9), partition)
-    assert partition.low_watermark(11) == 11
+    long_after = 100.0 + REMEMBERED_S + 1
+    fed(records([finished("nobody")], first=4, at=long_after), partition)
+    assert partition.restart_point(5).offset == 0  # from 2 on, the start at 3 would look new
+    fed(records([finished("other")], first=5, at=long_after), partition)
+    assert partition.restart_point(6).offset == 0
+    fed(records([started("next", deadline_at=9e9)], first=6, at=9e9 + REMEMBERED_S), partition)
+    fed(records([finished("nobody")], first=7, at=9e9 + REMEMBERED_S + 1), partition)
+    assert partition.restart_point(8).offset == 6
 
 
 def test_a_json_event_from_another_language_is_folded_like_any_other() -> None:
@@ -185,12 +229,11 @@ def test_a_revision_of_an_unknown_or_aborted_rollout_says_why_it_is_refused() ->
     assert "was aborted (deadline)" in revisions.reason_against(log[-1])
 
 
-def test_the_memory_of_finished_rollouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition_module, "MAX_REMEMBERED", 2)
+def test_a_rollout_is_forgotten_when_no_delivery_of_it_can_be_due() -> None:
     partition = PartitionFold("turnfold.events", 0)
-    for name in "abc":
-        fed(records(script(name).events), partition)
-    late = records([turn("a", "late", prompt=[1], output=[2])], first=50)
-    assert isinstance(fed(late, partition)[0], Rejected)
-    late = records([turn("c", "late", prompt=[1], output=[2])], first=51)
-    assert fed(late, partition) == [Ignored("late")]
+    fed(records([started("r1", deadline_at=100.0), finished("r1")], at=50.0), partition)
+    late = turn("r1", "late", prompt=[1], output=[2])
+    assert fed(records([late], first=2, at=60.0), partition) == [Ignored("late")]
+    long_after = 100.0 + REMEMBERED_S + 1
+    assert isinstance(fed(records([late], first=3, at=long_after), partition)[0], Rejected)
+    assert partition.restart_point(4).offset == 4

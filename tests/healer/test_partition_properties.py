@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from turnfold.healer.partition import PartitionFold, Released, Revisions
 from turnfold.log.records import Record
 from turnfold.schemas import codec
-from turnfold.schemas.events import Event
-from turnfold.schemas.testing import RolloutScript
+from turnfold.schemas.events import Event, RolloutStarted
+from turnfold.schemas.testing import RolloutScript, aborted, finished, started
 from turnfold.schemas.trajectories import Source, Trajectory
 
 steady = settings(deadline=None)  # a busy machine is no failure
@@ -50,7 +50,7 @@ def interleaved(made: Sequence[Sequence[Event]], order: random.Random) -> list[E
     return [waiting[number].pop(0) for number in choices]
 
 
-def records(events: Iterable[Event]) -> list[Record]:
+def records(events: Iterable[Event], seconds_apart: float = 0.0) -> list[Record]:
     return [
         Record(
             topic="turnfold.events",
@@ -58,15 +58,17 @@ def records(events: Iterable[Event]) -> list[Record]:
             offset=offset,
             key=event.rollout_id.encode(),
             value=codec.encode(event),
-            timestamp=0.0,
+            timestamp=offset * seconds_apart,
         )
         for offset, event in enumerate(events)
     ]
 
 
-def released(log: Iterable[Record], through: int = 0) -> list[Trajectory]:
+def released(
+    log: Iterable[Record], through: int = 0, fold: PartitionFold | None = None
+) -> list[Trajectory]:
     """What a healer writes that starts at the first of these records and writes from `through`."""
-    fold = PartitionFold("turnfold.events", 0)
+    fold = fold or PartitionFold("turnfold.events", 0)
     return [
         outcome.trajectory
         for record in log
@@ -87,22 +89,65 @@ def without_offsets(trajectories: Iterable[Trajectory]) -> list[bytes]:
 orders = st.randoms(use_true_random=False)
 
 
-@steady
-@given(rollouts(), orders, st.data())
-def test_a_healer_cut_off_anywhere_writes_each_trajectory_once(
-    made: list[list[Event]], order: random.Random, data: st.DataObject
+@st.composite
+def logs_with_redeliveries(draw: st.DrawFn) -> list[Record]:
+    """Rollouts with deadlines that pass within the log, some events a second time, and aborts."""
+    seconds_apart = draw(st.sampled_from([0.0, 40.0, 150.0, 400.0]))
+    made = draw(rollouts())
+    deadlines = {f"r{number}": draw(st.floats(0.0, 2000.0)) for number in range(len(made))}
+    events = [
+        msgspec.structs.replace(event, deadline_at=deadlines[event.rollout_id])
+        if isinstance(event, RolloutStarted)
+        else event
+        for event in interleaved(made, draw(orders))
+    ]
+    for _ in range(draw(st.integers(0, 10))):
+        again = draw(st.integers(0, len(events) - 1))
+        events.insert(draw(st.integers(again + 1, len(events))), events[again])
+    # What a healer appends for whatever it takes to be open.
+    events += [aborted(rollout_id, reason="deadline") for rollout_id in deadlines]
+    return records(events, seconds_apart)
+
+
+@st.composite
+def short_logs_of_starts_and_ends(draw: st.DrawFn) -> list[Record]:
+    """Few enough kinds of events for every order of them to come up."""
+    names = ["r1", "r2", "r3"]
+    events: list[Event] = []
+    for _ in range(draw(st.integers(2, 9))):
+        rollout_id = draw(st.sampled_from(names))
+        soon = {"r1": 100.0, "r2": 100.0, "r3": 1e6}[rollout_id]
+        start = started(rollout_id, deadline_at=soon)
+        events.append(draw(st.sampled_from([start, finished(rollout_id)])))
+    events += [aborted(rollout_id, reason="deadline") for rollout_id in names]
+    times = sorted(draw(st.sampled_from([0.0, 300.0, 500.0])) for _ in events)
+    return [
+        msgspec.structs.replace(record, timestamp=at)
+        for record, at in zip(records(events), times, strict=True)
+    ]
+
+
+@settings(deadline=None, max_examples=300)
+@given(logs_with_redeliveries() | short_logs_of_starts_and_ends(), st.data())
+def test_a_healer_cut_off_anywhere_writes_what_one_that_never_stopped_writes(
+    log: list[Record], data: st.DataObject
 ) -> None:
-    log = records(interleaved(made, order))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(log)), max_size=3)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(log)), max_size=4)))
     written: list[Trajectory] = []
-    start = through = 0
+    start, through, log_time = 0, 0, 0.0
     for cut in [*cuts, len(log)]:
-        written += released(log[start:cut], through)
-        fold = PartitionFold("turnfold.events", 0)
-        for record in log[start:cut]:
-            fold.feed(record)
-        start, through = fold.low_watermark(cut), max(through, cut)
+        fold = PartitionFold("turnfold.events", 0, log_time=log_time)
+        written += released(log[start:cut], through, fold)
+        point = fold.restart_point(cut)
+        start, through, log_time = point.offset, max(through, cut), point.log_time
     assert encoded(written) == encoded(released(log))
+
+
+@steady
+@given(logs_with_redeliveries())
+def test_events_that_are_delivered_again_release_no_rollout_twice(log: list[Record]) -> None:
+    names = [trajectory.rollout_id for trajectory in released(log)]
+    assert len(names) == len(set(names))
 
 
 @steady

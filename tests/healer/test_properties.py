@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnfold.healer.fold import fold, fold_all
+from turnfold.healer.fold import RunningFold, fold, fold_all, open_rollout
 from turnfold.healer.rows import trajectory
 from turnfold.schemas import codec
-from turnfold.schemas.events import Event, HistoryMode
+from turnfold.schemas.events import Event, HistoryMode, RolloutStarted
 from turnfold.schemas.testing import RolloutScript
 from turnfold.schemas.trajectories import Trajectory
 
@@ -166,6 +166,23 @@ def test_redelivery_changes_no_byte(made: list[Call]) -> None:
         doubled = fold(doubled, event, offset)
     first, second = (trajectory(s, topic="e", partition=0) for s in (state, doubled))
     assert codec.encode(first) == codec.encode(second)
+
+
+@steady
+@given(calls())
+def test_a_running_fold_is_the_fold_step_by_step_and_leaves_handed_out_states_alone(
+    made: list[Call],
+) -> None:
+    first, *events = written(made)
+    assert isinstance(first, RolloutStarted)
+    state = open_rollout(first, 0)
+    running, handed_out = RunningFold(state), [state]
+    for offset, event in enumerate(events, start=1):
+        running.add(event, offset)
+        handed_out.append(running.state())
+    for offset, (event, seen) in enumerate(zip(events, handed_out[1:], strict=True), start=1):
+        state = fold(state, event, offset)
+        assert seen == state
 
 
 @steady

@@ -440,3 +440,15 @@ def test_the_trajectory_names_its_rollout_and_its_place_in_the_log() -> None:
     assert (result.index, result.attempt, result.dispatch_index) == (3, 1, 9)
     assert (result.num_healed, result.rewards) == (1, {"format": 1.0})
     assert (result.source.first_offset, result.source.last_offset) == (0, 2)
+
+
+def test_a_turn_may_share_tokens_with_one_that_names_no_parent_but_has_one() -> None:
+    script = RolloutScript("r1")
+    script.turn("t0", [2], [1], session_id="a")
+    script.turn("t1", [2, 1], [3], parent="t0", session_id="b")
+    script.turn("t2", [2, 1, 3], [4], session_id="b")  # carries its whole prompt, extends t1
+    script.turn("t3", [2], [8], parent="t2", session_id="a")  # shares one token with t2
+    script.finish()
+    made = trajectory(fold_all(enumerate(script.events)), topic="turnfold.events", partition=0)
+    assert [row.token_ids.tolist() for row in made.rows] == [[2, 1, 3, 4]]
+    assert made.ledger.dropped == {"orphan": 1}

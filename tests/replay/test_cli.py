@@ -34,6 +34,8 @@ DEADLINE_S = 60.0
 
 app = typer.Typer()
 app.command("replay")(cli.replay)
+app.command("refold")(cli.refold)
+app.command("diff")(cli.diff)
 app.command("ledger")(cli.ledger)
 app.command("cat")(cli.events_cat)
 app.command("publish")(cli.events_publish)
@@ -164,6 +166,13 @@ def test_a_replay_proves_trajectories_and_decisions_identical(done: Namespace) -
     )
 
 
+def test_a_replay_by_several_processes_gives_the_same_digest(done: Namespace) -> None:
+    alone, together = done("replay"), done("replay", "--processes", "2")
+    assert together.exit_code == 0, together.output
+    assert together.output.splitlines()[-1] == alone.output.splitlines()[-1]
+    assert done("replay", "--processes", "2", "--out", "rows.jsonl").exit_code == 2
+
+
 def test_a_replay_of_some_rollouts_leaves_the_others_out(done: Namespace) -> None:
     assert "identical: 1 trajectories from 4 events" in done("replay", "--rollout", "g1-00").output
     assert "identical: 2 trajectories from" in done("replay", "--group", "g1").output
@@ -224,6 +233,49 @@ def test_the_ledger_adds_up_to_all_sampled_tokens(done: Namespace) -> None:
     assert "orphan 6" in result.output
     assert "in_flight 5" in result.output
     assert "g2-01" in done("ledger", "--each").output
+
+
+def test_a_turn_is_followed_into_its_batch(done: Namespace) -> None:
+    result = done("ledger", "--turn", "t1", "--rollout", "g1-00")
+    assert result.exit_code == 0, result.output
+    assert "turn t1 of rollout g1-00 (completed), session main, group g1" in result.output
+    assert "row          0, tokens 5 to 5 of 6, all 1 with mask 1" in result.output
+    assert "batch        1, policy 0 → 1, not trained yet" in result.output
+    assert "step 1 of the batch, step 1 of the run" in result.output
+    missing = done("ledger", "--turn", "t77").exception
+    assert isinstance(missing, UserError)
+    assert str(missing) == "there is no turn t77 in the log"
+
+
+def test_a_log_refolds_beside_the_old_trajectories_and_the_difference_is_shown(
+    done: Namespace, tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree.jsonl"
+    assert done("refold", "--mode", "tree", "--out", str(tree)).exit_code == 0
+    shown = done("diff", "done", str(tree), "--tokens")
+    assert "6 sampled tokens: dropped (orphan) → trained" in shown.output
+    assert "only right: row 0 of 7 tokens" in shown.output
+    assert done("diff", "done", str(tree), "--check").exit_code == 1
+    same = tmp_path / "same.msgpack"
+    done("refold", "--mode", "linear", "--out", str(same))
+    assert done("diff", "done", str(same), "--check").exit_code == 0
+
+
+def test_a_log_refolds_with_another_reward_into_another_namespace_once(
+    done: Namespace, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text("def score(t):\n    return 10.0 + t.num_turns\n")
+    command = ("refold", "--reward", f"{tmp_path / 'rewards.py'}:score", "--to", "rescored")
+    assert "9 written to rescored, 0 were there already" in done(*command).output
+    assert "0 written to rescored, 9 were there already" in done(*command).output
+    refused = done("refold", "--mode", "tree", "--to", "rescored").exception
+    assert isinstance(refused, UserError)
+    assert "rescored.trajectories holds another trajectory of rollout" in str(refused)
+    shown = done("diff", "done", "rescored").output
+    assert "1 rollouts the same, 7 changed (7 in reward)" in shown
+    assert "the namespace of the log itself" in str(
+        done("refold", "--mode", "tree", "--to", "done").exception
+    )
 
 
 def test_an_exported_log_gives_the_same_digest_and_the_same_verdict(
@@ -319,6 +371,12 @@ def test_topics_are_created_once_and_checked(broker: BrokerProcess) -> None:
     assert other.exit_code == 1
     assert "made-by-command.events: partitions: expected 5, found 3" in other.output
     assert "created" not in made("create", "--partitions", "3").output
+
+
+def test_a_batch_that_is_not_trained_is_watched_for_its_retention(done: Namespace) -> None:
+    options = ("--partitions", "2")
+    assert done("check", *options).exit_code == 0
+    assert "warning" not in done("check", *options).output
 
 
 def test_the_doctor_finds_everything_well_where_it_is(done: Namespace, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from turnfold.schemas.testing import row, trajectory
 def test_equal_bytes_are_no_difference() -> None:
     written = Written()
     written.add(trajectory("r1"), codec.digest(trajectory("r1")))
-    assert written.difference_to(trajectory("r1")) is None
+    assert written.difference_to(("r1", 0), codec.digest(trajectory("r1"))) is None
     assert written.leftovers() == []
 
 
@@ -19,8 +19,8 @@ def test_other_bytes_a_missing_and_a_doubled_trajectory_are_differences() -> Non
     for rollout_id in ("r1", "r2", "r2"):
         written.add(trajectory(rollout_id), codec.digest(trajectory(rollout_id)))
     differences = [
-        written.difference_to(trajectory("r1", reward=0.5)),
-        written.difference_to(trajectory("r3")),
+        written.difference_to(("r1", 0), codec.digest(trajectory("r1", reward=0.5))),
+        written.difference_to(("r3", 0), codec.digest(trajectory("r3"))),
         *written.leftovers(),
     ]
     assert [str(difference) for difference in differences] == [

@@ -57,7 +57,7 @@ def test_every_token_of_a_log_is_accounted_for() -> None:
     assert (accounts["done"].num_sampled, accounts["done"].trained) == (6, 2)
     assert accounts["done"].dropped == {"orphan": 2, "after_the_end": 2}
     assert accounts["lost"].dropped == {"rollout_aborted:deadline": 3}
-    assert accounts["running"].dropped == {"in_flight": 1}
+    assert accounts["running"].waiting == {"in_flight": 1}
     assert accounts["nobody"].dropped == {"never_started": 1}
 
 

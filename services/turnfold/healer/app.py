@@ -3,7 +3,8 @@
 A partition has one owner, whose transactional producer fences an older one. One transaction holds
 the trajectories and dead letters of a poll together with two positions:
 
-    low watermark   first event of the oldest open rollout: where a restart begins to read
+    low watermark   start of the oldest rollout that is open, or ended so lately that it may be
+                    delivered again: where a restart begins to read
     through         next event to process: a restart folds what lies before it, silently
 
 so a healer that is killed anywhere goes on as if nothing had happened, and needs no state but the
@@ -14,7 +15,6 @@ which is folded when it is read back.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -34,6 +34,7 @@ from turnfold.healer.partition import (
     Revisions,
     RevisionWanted,
 )
+from turnfold.healer.records import trajectory_record
 from turnfold.healer.settings import Settings
 from turnfold.log.client import (
     BrokerUnavailable,
@@ -44,7 +45,6 @@ from turnfold.log.client import (
     dead_letter,
 )
 from turnfold.log.service import Health
-from turnfold.schemas import codec
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import RolloutAborted
 from turnfold.schemas.trajectories import Trajectory
@@ -63,6 +63,8 @@ class Position(msgspec.Struct, frozen=True):
 
     through: int
     """Next offset to process."""
+    log_time: float = 0.0
+    """Latest time of a record before the low watermark, Unix seconds."""
 
 
 async def run(settings: Settings, health: Health, stop: asyncio.Event) -> None:
@@ -199,8 +201,9 @@ class PartitionHealer:
         else:
             offset, metadata = committed
             self.position = max(offset, start)
-            self.through = msgspec.json.decode(metadata, type=Position).through
-            self._committed = self.through
+            reached = msgspec.json.decode(metadata, type=Position)
+            self.through = self._committed = reached.through
+            self.fold = PartitionFold(self.topic, self.partition, log_time=reached.log_time)
             if offset < start:
                 log.warning(
                     "partition %d: rollouts that began before offset %d have left the log; "
@@ -287,14 +290,15 @@ class PartitionHealer:
 
     async def _write(self, producer: Producer, results: Sequence[Released | Rejected]) -> None:
         """Write results and positions: all of them, or after a crash none."""
-        position = msgspec.json.encode(Position(self.position)).decode()
+        restart = self.fold.restart_point(self.position)
+        position = msgspec.json.encode(Position(self.position, restart.log_time)).decode()
         async with producer.transaction():
             await _all(self._send(producer, result) for result in results)
             await producer.commit_offset(
                 self.group,
                 self.topic,
                 self.partition,
-                self.fold.low_watermark(self.position),
+                restart.offset,
                 position,
             )
         self._committed = self.position
@@ -311,18 +315,9 @@ class PartitionHealer:
             log.warning("dead letter %s: %s", result.record, result.reason)
             await dead_letter(producer, self.topics.dead_letters, result.record, result.reason)
             return
-        trajectory = result.trajectory
-        value = codec.encode(trajectory)
+        record = trajectory_record(result.trajectory)
         await producer.send_raw(
-            self.topics.trajectories,
-            key=trajectory.group_id.encode(),
-            value=value,
-            headers={
-                "content-type": codec.MSGPACK,
-                "rollout_id": trajectory.rollout_id,
-                "revision": str(trajectory.revision),
-                "digest": hashlib.sha256(value).hexdigest(),
-            },
+            self.topics.trajectories, key=record.key, value=record.value, headers=record.headers
         )
 
     def _count(self, result: Released | Rejected) -> None:

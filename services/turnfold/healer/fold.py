@@ -110,27 +110,9 @@ def fold(state: RolloutState, event: Event, offset: int) -> RolloutState:
     Folding an event twice is folding it once. `offset` only serves the source range and the place
     of a problem; no row depends on it.
     """
-    assert event.rollout_id == state.rollout_id, (event.rollout_id, state.rollout_id)
-    if event.event_id in state.event_ids:
-        return _changed(state, num_duplicates=state.num_duplicates + 1)
-    state = _changed(state, event_ids=state.event_ids | {event.event_id})
-    if state.is_closed and not isinstance(event, RewardRevised):
-        return _changed(state, num_late=state.num_late + 1)
-    match event:
-        case RolloutStarted():
-            return _started_again(state, event, offset)
-        case TurnCompleted():
-            return _turn(state, event, offset)
-        case TurnFailed():
-            return _changed(state, num_failed_turns=state.num_failed_turns + 1)
-        case RolloutFinished():
-            return _closed(state, event, offset)
-        case RolloutAborted():
-            return _changed(state, terminal=event, last_offset=offset)
-        case RewardRevised():
-            return _revised(state, event, offset)
-        case _:
-            assert_never(event)
+    running = RunningFold(state)
+    running.add(event, offset)
+    return running.state()
 
 
 def fold_all(events: Iterable[tuple[int, Event]]) -> RolloutState:
@@ -138,104 +120,185 @@ def fold_all(events: Iterable[tuple[int, Event]]) -> RolloutState:
     pairs = iter(events)
     offset, first = next(pairs)
     assert isinstance(first, RolloutStarted), f"expected RolloutStarted first, got {first}"
-    state = open_rollout(first, offset)
+    running = RunningFold(open_rollout(first, offset))
     for offset, event in pairs:
-        state = fold(state, event, offset)
-    return state
+        running.add(event, offset)
+    return running.state()
 
 
-def mark_undecodable(state: RolloutState, offset: int, detail: str) -> RolloutState:
-    """The state after a record with this rollout's key that is no event."""
-    if state.is_closed:
-        return _changed(state, num_late=state.num_late + 1)
-    return _with_problem(state, Problem(kind="undecodable", detail=detail, offset=offset))
+class RunningFold:
+    """A fold under way. `fold` copies a state for each event; this one changes its own.
+
+        running = RunningFold(open_rollout(started, 0))
+        running.add(turn, 1)
+        running.add(finished, 2)
+        running.state()             the same as fold(fold(open_rollout(…), turn, 1), finished, 2)
+
+    The time of an event does not depend on how many came before it. States that were handed out
+    stay as they are.
+    """
+
+    def __init__(self, state: RolloutState) -> None:
+        self.started = state.started
+        self.first_offset = state.first_offset
+        self.terminal = state.terminal
+        self.revision = state.revision
+        self.num_duplicates = state.num_duplicates
+        self.turns = dict(state.turns)
+        """By turn_id, in the order of the log."""
+        self._last_offset = state.last_offset
+        self._num_failed_turns = state.num_failed_turns
+        self._revised = state.revised
+        self._problems = list(state.problems)
+        self._event_ids = set(state.event_ids)
+        self._num_late = state.num_late
+
+    @property
+    def rollout_id(self) -> str:
+        return self.started.rollout_id
+
+    @property
+    def is_closed(self) -> bool:
+        return self.terminal is not None
+
+    def state(self) -> RolloutState:
+        """What the events so far say."""
+        return RolloutState(
+            started=self.started,
+            first_offset=self.first_offset,
+            last_offset=self._last_offset,
+            turns=dict(self.turns),
+            num_failed_turns=self._num_failed_turns,
+            terminal=self.terminal,
+            revision=self.revision,
+            revised=self._revised,
+            problems=tuple(self._problems),
+            event_ids=frozenset(self._event_ids),
+            num_duplicates=self.num_duplicates,
+            num_late=self._num_late,
+        )
+
+    def add(self, event: Event, offset: int) -> Problem | None:
+        """Take in the next event of this rollout; what is wrong with it, if anything is."""
+        assert event.rollout_id == self.rollout_id, (event.rollout_id, self.rollout_id)
+        if event.event_id in self._event_ids:
+            self.num_duplicates += 1
+            return None
+        self._event_ids.add(event.event_id)
+        if self.is_closed and not isinstance(event, RewardRevised):
+            self._num_late += 1
+            return None
+        problem = self._take(event, offset)
+        if problem is not None:
+            self._problems.append(problem)
+        return problem
+
+    def mark_undecodable(self, offset: int, detail: str) -> None:
+        """A record with this rollout's key is no event."""
+        if self.is_closed:
+            self._num_late += 1
+        else:
+            self._problems.append(Problem(kind="undecodable", detail=detail, offset=offset))
+
+    def _take(self, event: Event, offset: int) -> Problem | None:
+        match event:
+            case TurnCompleted():
+                return self._turn(event, offset)
+            case TurnFailed():
+                self._num_failed_turns += 1
+                return None
+            case RolloutStarted():
+                return self._started_again(event, offset)
+            case RolloutFinished():
+                self.terminal, self._last_offset = event, offset
+                return _problem_of_end(event, offset)
+            case RolloutAborted():
+                self.terminal, self._last_offset = event, offset
+                return None
+            case RewardRevised():
+                return self._revise(event, offset)
+            case _:
+                assert_never(event)
+
+    def _started_again(self, event: RolloutStarted, offset: int) -> Problem | None:
+        first = self.started
+        if msgspec.structs.replace(event, event_id=first.event_id, at=first.at) == first:
+            self.num_duplicates += 1
+            return None
+        detail = (
+            f"rollout {self.rollout_id} was already started in group {first.group_id!r} with other "
+            f"settings; this start names group {event.group_id!r}"
+        )
+        return Problem(kind="start_conflict", detail=detail, offset=offset)
+
+    def _turn(self, event: TurnCompleted, offset: int) -> Problem | None:
+        earlier = self.turns.get(event.turn_id)
+        if earlier is not None:
+            return self._turn_again(earlier.event, event, offset)
+        slim = _without_messages(event)
+        problem = _problem_of_turn(slim, offset)
+        if problem is None:
+            turn = FoldedTurn(event=slim, offset=offset)
+        elif problem.kind in ("logprobs_not_finite", "versions_do_not_cover"):
+            turn = FoldedTurn(event=slim, offset=offset, untrained=problem.kind)
+        else:
+            turn = FoldedTurn(event=slim, offset=offset, untrusted=problem.kind)
+        self.turns[event.turn_id] = turn
+        return problem
+
+    def _turn_again(
+        self, first: TurnCompleted, event: TurnCompleted, offset: int
+    ) -> Problem | None:
+        same = (first.prompt_tail, first.output_ids, first.parent_turn_id, first.shared_len) == (
+            event.prompt_tail,
+            event.output_ids,
+            event.parent_turn_id,
+            event.shared_len,
+        )
+        if same:
+            self.num_duplicates += 1
+            return None
+        detail = (
+            f"rollout {self.rollout_id}, turn {event.turn_id}: came before with other tokens; "
+            "the first one counts"
+        )
+        return Problem(kind="turn_conflict", detail=detail, offset=offset, turn_id=event.turn_id)
+
+    def _revise(self, event: RewardRevised, offset: int) -> Problem | None:
+        where = f"rollout {self.rollout_id}, revised reward {event.reward}"
+        if not is_reward_finite(event.reward, event.rewards):
+            return Problem(
+                kind="reward_not_finite", detail=f"{where}: expected a finite number", offset=offset
+            )
+        if self.terminal is None:
+            detail = f"{where}: the rollout is not finished yet"
+            return Problem(kind="not_finished", detail=detail, offset=offset)
+        if isinstance(self.terminal, RolloutAborted):
+            detail = f"{where}: the rollout was aborted ({self.terminal.reason}), it has no reward"
+            return Problem(kind="was_aborted", detail=detail, offset=offset)
+        self.revision += 1
+        self._revised, self._last_offset = event, offset
+        return None
 
 
-def _changed(state: RolloutState, **fields: object) -> RolloutState:
-    return msgspec.structs.replace(state, **fields)
+def _without_messages(event: TurnCompleted) -> TurnCompleted:
+    if not (event.new_messages or event.reply or event.tools or event.pinned):
+        return event
+    return msgspec.structs.replace(event, new_messages=(), reply=None, tools=None, pinned=())
 
 
-def _with_problem(state: RolloutState, problem: Problem) -> RolloutState:
-    return _changed(state, problems=(*state.problems, problem))
-
-
-def _started_again(state: RolloutState, event: RolloutStarted, offset: int) -> RolloutState:
-    first = state.started
-    if msgspec.structs.replace(event, event_id=first.event_id, at=first.at) == first:
-        return _changed(state, num_duplicates=state.num_duplicates + 1)
-    detail = (
-        f"rollout {state.rollout_id} was already started in group {first.group_id!r} with other "
-        f"settings; this start names group {event.group_id!r}"
-    )
-    return _with_problem(state, Problem(kind="start_conflict", detail=detail, offset=offset))
-
-
-def _turn(state: RolloutState, event: TurnCompleted, offset: int) -> RolloutState:
-    earlier = state.turns.get(event.turn_id)
-    if earlier is not None:
-        return _turn_again(state, earlier.event, event, offset)
-    slim = msgspec.structs.replace(event, new_messages=(), reply=None, tools=None, pinned=())
-    problem = _problem_of(slim, offset)
-    if problem is None:
-        turn = FoldedTurn(event=slim, offset=offset)
-    elif problem.kind in ("logprobs_not_finite", "versions_do_not_cover"):
-        turn = FoldedTurn(event=slim, offset=offset, untrained=problem.kind)
-    else:
-        turn = FoldedTurn(event=slim, offset=offset, untrusted=problem.kind)
-    state = _changed(state, turns={**state.turns, event.turn_id: turn})
-    return state if problem is None else _with_problem(state, problem)
-
-
-def _turn_again(
-    state: RolloutState, first: TurnCompleted, event: TurnCompleted, offset: int
-) -> RolloutState:
-    same = (first.prompt_tail, first.output_ids, first.parent_turn_id, first.shared_len) == (
-        event.prompt_tail,
-        event.output_ids,
-        event.parent_turn_id,
-        event.shared_len,
-    )
-    if same:
-        return _changed(state, num_duplicates=state.num_duplicates + 1)
-    detail = (
-        f"rollout {state.rollout_id}, turn {event.turn_id}: came before with other tokens; "
-        "the first one counts"
-    )
-    problem = Problem(kind="turn_conflict", detail=detail, offset=offset, turn_id=event.turn_id)
-    return _with_problem(state, problem)
-
-
-def _closed(state: RolloutState, event: RolloutFinished, offset: int) -> RolloutState:
-    state = _changed(state, terminal=event, last_offset=offset)
+def _problem_of_end(event: RolloutFinished, offset: int) -> Problem | None:
     if is_reward_finite(event.reward, event.rewards):
-        return state
-    detail = f"rollout {state.rollout_id}: expected a finite reward, got {event.reward}"
-    return _with_problem(state, Problem(kind="reward_not_finite", detail=detail, offset=offset))
-
-
-def _revised(state: RolloutState, event: RewardRevised, offset: int) -> RolloutState:
-    where = f"rollout {state.rollout_id}, revised reward {event.reward}"
-    if not is_reward_finite(event.reward, event.rewards):
-        problem = Problem(
-            kind="reward_not_finite", detail=f"{where}: expected a finite number", offset=offset
-        )
-    elif state.terminal is None:
-        problem = Problem(
-            kind="not_finished", detail=f"{where}: the rollout is not finished yet", offset=offset
-        )
-    elif isinstance(state.terminal, RolloutAborted):
-        detail = f"{where}: the rollout was aborted ({state.terminal.reason}), it has no reward"
-        problem = Problem(kind="was_aborted", detail=detail, offset=offset)
-    else:
-        return _changed(state, revision=state.revision + 1, revised=event, last_offset=offset)
-    return _with_problem(state, problem)
+        return None
+    detail = f"rollout {event.rollout_id}: expected a finite reward, got {event.reward}"
+    return Problem(kind="reward_not_finite", detail=detail, offset=offset)
 
 
 def is_reward_finite(reward: float, rewards: dict[str, float]) -> bool:
     return all(math.isfinite(value) for value in (reward, *rewards.values()))
 
 
-def _problem_of(event: TurnCompleted, offset: int) -> Problem | None:
+def _problem_of_turn(event: TurnCompleted, offset: int) -> Problem | None:
     """What is wrong with a turn as it stands, without looking at its parent."""
     num_output = len(event.output_ids)
     num_prompt = event.shared_len + len(event.prompt_tail)

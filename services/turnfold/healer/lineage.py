@@ -31,19 +31,13 @@ class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The turn whose whole sequence (prompt and output) this prompt begins with."""
     is_orphan: bool
     """Sampled, but the client went on with another answer to the same prompt."""
+    output_start: int
+    """Where the output begins in the turn's sequence, and so in every row that holds it."""
+    output_end: int
 
     @property
     def turn_id(self) -> str:
         return self.turn.event.turn_id
-
-    @property
-    def output_start(self) -> int:
-        """Where the output begins in the turn's sequence, and so in every row that holds it."""
-        return self.turn.event.num_prompt_tokens
-
-    @property
-    def output_end(self) -> int:
-        return self.turn.num_tokens
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +72,13 @@ def resolve(turns: Iterable[FoldedTurn]) -> Lineage:
     orphans = _orphans(known, store, extends)
     return Lineage(
         turns={
-            turn_id: ResolvedTurn(turn=turn, extends=extends[turn_id], is_orphan=turn_id in orphans)
+            turn_id: ResolvedTurn(
+                turn=turn,
+                extends=extends[turn_id],
+                is_orphan=turn_id in orphans,
+                output_start=turn.event.num_prompt_tokens,
+                output_end=store.length(turn_id),
+            )
             for turn_id, turn in known.items()
         },
         gaps=tuple(gaps),
@@ -149,13 +149,32 @@ def _extensions(known: Mapping[str, FoldedTurn], store: TokenStore) -> dict[str,
         **dict.fromkeys(whole),
         **_longest_prefixes(known, store, whole),
     }
-    for turn_id in store:  # parents first
-        if turn_id not in found:
-            above = known[turn_id].event.parent_turn_id
-            while above is not None and store.length(above) > known[turn_id].event.shared_len:
-                above = found[above]
-            found[turn_id] = above
-    return found
+    declared = [turn_id for turn_id in known if turn_id not in found]
+    return found | {
+        turn_id: _extended_ancestor(turn_id, known, store, found) for turn_id in declared
+    }
+
+
+def _extended_ancestor(
+    turn_id: str,
+    known: Mapping[str, FoldedTurn],
+    store: TokenStore,
+    by_prefix: Mapping[str, str | None],
+) -> str | None:
+    """The first ancestor whose whole sequence lies within what the turn shares with its parent.
+
+    Above a turn that names its parent comes that parent, of which no more than `shared_len` tokens
+    are repeated further down; above one that carries its whole prompt, what `by_prefix` found.
+    """
+    event = known[turn_id].event
+    above, num_shared = event.parent_turn_id, event.shared_len
+    while above is not None and store.length(above) > num_shared:
+        if above in by_prefix:
+            above = by_prefix[above]
+        else:
+            num_shared = min(num_shared, known[above].event.shared_len)
+            above = known[above].event.parent_turn_id
+    return above
 
 
 def _longest_prefixes(

@@ -1,16 +1,25 @@
 """One partition of the log: records in, finished trajectories out.
 
-A rollout lives in one partition, so a partition can be folded alone. Only open rollouts are held.
-The same code runs live and in a replay; neither looks at a clock.
+A rollout lives in one partition, so a partition can be folded alone. Only open rollouts are held,
+and the names of those that ended lately, so that a start which is delivered again opens nothing:
+
+    start of r1, deadline 100 s       end of r1        …        start of r1 once more
+    |------------------------ remembered ------------------------| deadline + 300 s
+                                                                 after that it is late by itself
+
+Both rules compare times that are in the log, and a restart reads from the start of the oldest
+rollout that is still remembered, so it is told the same as one that never stopped. The same code
+runs live and in a replay; neither looks at a clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 import msgspec
 
-from turnfold.healer.fold import RolloutState, fold, mark_undecodable, open_rollout
+from turnfold.healer.fold import RolloutState, RunningFold, open_rollout
 from turnfold.healer.lineage import Lineage, resolve
 from turnfold.healer.rows import trajectory
 from turnfold.log.records import Record
@@ -18,8 +27,12 @@ from turnfold.schemas import codec
 from turnfold.schemas.events import Event, HistoryMode, RewardRevised, RolloutStarted, TurnCompleted
 from turnfold.schemas.trajectories import Trajectory
 
-MAX_REMEMBERED = 200_000
-"""Finished rollouts whose ids are kept, to tell a late event from one that was never started."""
+REMEMBERED_S = 300.0
+"""Seconds after its deadline for which a rollout's name is kept. A producer delivers again within
+seconds; the rest is for clocks that differ."""
+
+NO_DEADLINE_S = 3600.0
+"""What stands for a deadline, from the start on, in a rollout that has none."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -57,72 +70,137 @@ class Ignored(msgspec.Struct, frozen=True):
 Outcome = Opened | Released | Rejected | RevisionWanted | Ignored
 
 
+class RestartPoint(msgspec.Struct, frozen=True):
+    """Where a fold must begin to come to the state of this one."""
+
+    offset: int
+    log_time: float
+    """Latest time of a record before it."""
+
+
+class _Known(msgspec.Struct):
+    begins: RestartPoint
+    until: float
+    """Log time until which it is remembered after its end."""
+    last_start: int
+    """Offset at which its start was delivered last."""
+
+
 class PartitionFold:
     """The open rollouts of one partition.
 
     partition = PartitionFold("turnfold.events", 0)
     for record in records:
         for outcome in partition.feed(record): ...
+
+    A fold that begins at the restart point of another one, with its `log_time`, comes to the state of
+    that one at the place where it stood.
     """
 
-    def __init__(self, topic: str, partition: int, *, mode: HistoryMode | None = None) -> None:
+    def __init__(
+        self,
+        topic: str,
+        partition: int,
+        *,
+        mode: HistoryMode | None = None,
+        log_time: float = 0.0,
+    ) -> None:
         self.topic, self.partition, self.mode = topic, partition, mode
-        self.open: dict[str, RolloutState] = {}
+        self.log_time = log_time
+        """Latest time of a record, Unix seconds."""
+        self.open: dict[str, RunningFold] = {}
         """By rollout_id, the oldest first."""
-        self._finished: dict[str, None] = {}
+        self._known: dict[str, _Known] = {}
+        """Open and remembered rollouts, in the order in which they began."""
         # Turns whose parent is not known (yet), whole, in case they end in the dead letters.
         self._doubtful: dict[str, dict[int, Record]] = {}
 
-    def low_watermark(self, next_offset: int) -> int:
-        """Where a restart must begin to read: at the first event of the oldest open rollout."""
-        oldest = next(iter(self.open.values()), None)
-        return next_offset if oldest is None else oldest.first_offset
+    def restart_point(self, next_offset: int) -> RestartPoint:
+        """The start of the oldest rollout that is open or remembered.
+
+        A rollout that is neither is let go only together with every start of it that was delivered:
+        a restart that read such a start without the first one would take it for new.
+        """
+        num_ended, last_start = 0, -1
+        num_forgotten, point = 0, RestartPoint(next_offset, self.log_time)
+        for rollout_id, known in self._known.items():
+            if last_start < known.begins.offset:
+                num_forgotten, point = num_ended, known.begins
+            if rollout_id in self.open or self._is_remembered(rollout_id):
+                break
+            num_ended, last_start = num_ended + 1, max(last_start, known.last_start)
+        else:
+            num_forgotten, point = num_ended, RestartPoint(next_offset, self.log_time)
+        for rollout_id in list(islice(self._known, num_forgotten)):
+            del self._known[rollout_id]
+        return point
 
     def feed(self, record: Record) -> list[Outcome]:
         """Fold one record. Records come in the order of their offsets."""
+        log_time_before = self.log_time
+        self.log_time = max(self.log_time, record.timestamp)
         try:
             event = decode_event(record)
         except codec.CodecError as error:
             return [self._undecodable(record, str(error))]
-        state = self.open.get(event.rollout_id)
-        if state is not None:
-            return self._fold(state, event, record)
-        if event.rollout_id in self._finished and not isinstance(event, RewardRevised):
-            return [Ignored("late")]
+        if isinstance(event, RolloutStarted) and event.rollout_id in self._known:
+            self._known[event.rollout_id].last_start = record.offset
+        running = self.open.get(event.rollout_id)
+        if running is not None:
+            return self._fold(running, event, record)
         match event:
-            case RolloutStarted():
-                self.open[event.rollout_id] = open_rollout(event, record.offset)
-                return [Opened(event)]
             case RewardRevised():
                 return [RevisionWanted(event.rollout_id, record)]
+            case _ if self._is_remembered(event.rollout_id):
+                return [Ignored("late")]
+            case RolloutStarted():
+                return [self._opened(event, record, log_time_before)]
             case _:
                 return [Rejected(record, _not_open(event))]
+
+    def _opened(self, event: RolloutStarted, record: Record, log_time_before: float) -> Outcome:
+        deadline = event.deadline_at
+        if deadline is None:
+            deadline = record.timestamp + NO_DEADLINE_S
+        until = deadline + REMEMBERED_S
+        if record.timestamp > until:
+            return Ignored("late")
+        known = self._known.get(event.rollout_id)
+        if known is not None:
+            known.until = until  # another of the same name, long after the first
+        else:
+            begins = RestartPoint(record.offset, log_time_before)
+            self._known[event.rollout_id] = _Known(begins, until, last_start=record.offset)
+        self.open[event.rollout_id] = RunningFold(open_rollout(event, record.offset))
+        return Opened(event)
+
+    def _is_remembered(self, rollout_id: str) -> bool:
+        known = self._known.get(rollout_id)
+        return known is not None and self.log_time <= known.until
 
     def _undecodable(self, record: Record, reason: str) -> Rejected:
         rollout_id = (record.key or b"").decode(errors="replace")
         if rollout_id in self.open:
-            state = self.open[rollout_id]
-            self.open[rollout_id] = mark_undecodable(state, record.offset, reason)
+            self.open[rollout_id].mark_undecodable(record.offset, reason)
         return Rejected(record, reason)
 
-    def _fold(self, before: RolloutState, event: Event, record: Record) -> list[Outcome]:
-        state = fold(before, event, record.offset)
-        self.open[state.rollout_id] = state
-        if state.num_duplicates > before.num_duplicates:
+    def _fold(self, running: RunningFold, event: Event, record: Record) -> list[Outcome]:
+        num_duplicates = running.num_duplicates
+        problem = running.add(event, record.offset)
+        if running.num_duplicates > num_duplicates:
             return [Ignored("duplicate")]
-        problem = state.problem_at(record.offset)
         outcomes: list[Outcome] = [Rejected(record, problem.detail)] if problem else []
         if isinstance(event, TurnCompleted) and problem is None:
-            self._keep_if_doubtful(state, event, record)
-        if state.is_closed:
-            outcomes += self._released(state)
+            self._keep_if_doubtful(running, event, record)
+        if running.is_closed:
+            outcomes += self._released(running.state())
         return outcomes
 
-    def _keep_if_doubtful(self, state: RolloutState, event: TurnCompleted, record: Record) -> None:
+    def _keep_if_doubtful(self, running: RunningFold, event: TurnCompleted, record: Record) -> None:
         if event.shared_len == 0:
             return
-        doubtful = self._doubtful.get(state.rollout_id, {})
-        parent = state.turns.get(event.parent_turn_id or "")
+        doubtful = self._doubtful.get(running.rollout_id, {})
+        parent = running.turns.get(event.parent_turn_id or "")
         is_sound = (
             parent is not None
             and not parent.untrusted
@@ -130,13 +208,10 @@ class PartitionFold:
             and event.shared_len <= parent.num_tokens
         )
         if not is_sound:
-            self._doubtful.setdefault(state.rollout_id, doubtful)[record.offset] = record
+            self._doubtful.setdefault(running.rollout_id, doubtful)[record.offset] = record
 
     def _released(self, state: RolloutState) -> list[Outcome]:
         del self.open[state.rollout_id]
-        self._finished[state.rollout_id] = None
-        if len(self._finished) > MAX_REMEMBERED:
-            del self._finished[next(iter(self._finished))]
         lineage = resolve(state.turns.values())
         doubtful = self._doubtful.pop(state.rollout_id, {})
         rejected = [
@@ -158,7 +233,9 @@ class Revisions:
     def __init__(self, rollout_ids: Iterable[str], *, mode: HistoryMode | None = None) -> None:
         self.mode = mode
         self._wanted = {rollout_id.encode() for rollout_id in rollout_ids}
-        self._states: dict[str, RolloutState] = {}
+        self._folds: dict[str, RunningFold] = {}
+        self._reasons: dict[int, str] = {}
+        """What was wrong with the record at an offset."""
 
     def feed(self, record: Record) -> Trajectory | None:
         """The superseding trajectory when this record revised a reward, else None."""
@@ -169,30 +246,32 @@ class Revisions:
         except codec.CodecError as error:
             self._mark(record, str(error))
             return None
-        before = self._states.get(event.rollout_id)
-        if before is None:
+        running = self._folds.get(event.rollout_id)
+        if running is None:
             if isinstance(event, RolloutStarted):
-                self._states[event.rollout_id] = open_rollout(event, record.offset)
+                self._folds[event.rollout_id] = RunningFold(open_rollout(event, record.offset))
             return None
-        state = self._states[event.rollout_id] = fold(before, event, record.offset)
-        if state.revision == before.revision:
+        revision = running.revision
+        problem = running.add(event, record.offset)
+        if problem is not None:
+            self._reasons[record.offset] = problem.detail
+        if running.revision == revision:
             return None
-        return trajectory(state, topic=record.topic, partition=record.partition, mode=self.mode)
+        return trajectory(
+            running.state(), topic=record.topic, partition=record.partition, mode=self.mode
+        )
 
     def reason_against(self, record: Record) -> str:
         """Why a revision that gave no trajectory was not accepted; empty for a redelivery."""
         rollout_id = (record.key or b"").decode(errors="replace")
-        state = self._states.get(rollout_id)
-        if state is None:
+        if rollout_id not in self._folds:
             return f"rollout {rollout_id}: a reward was revised, but its start is not in the log"
-        problem = state.problem_at(record.offset)
-        return problem.detail if problem else ""
+        return self._reasons.get(record.offset, "")
 
     def _mark(self, record: Record, reason: str) -> None:
         rollout_id = (record.key or b"").decode(errors="replace")
-        if rollout_id in self._states:
-            state = self._states[rollout_id]
-            self._states[rollout_id] = mark_undecodable(state, record.offset, reason)
+        if rollout_id in self._folds:
+            self._folds[rollout_id].mark_undecodable(record.offset, reason)
 
 
 def decode_event(record: Record) -> Event:

@@ -166,7 +166,7 @@ def build_rows(lineage: Lineage, mode: HistoryMode) -> tuple[Row, ...]:
 
 def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
     """The row that ends at `leaf`, cut after its last trained token; None when it trains none."""
-    path = [turn for turn in lineage.path(leaf.turn_id) if len(turn.turn.event.output_ids)]
+    path = [turn for turn in lineage.path(leaf.turn_id) if turn.output_end > turn.output_start]
     to_train = [t for t in path if not t.turn.untrained and t.turn_id not in trained]
     if not to_train:
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from turnfold.log.client import Producer, Record, create_topics
 from turnfold.replay.client import FileLog, KafkaLog, LogSource, append
 from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
 from turnfold.replay.decisions import Decisions, Verdict
-from turnfold.replay.ledger import Accounts
+from turnfold.replay.folding.app import OnProgress, fold, fold_in_parallel, rebuilt
 from turnfold.replay.logfile import Header, LogReader, LogWriter
 from turnfold.replay.rebuild import Rebuild, Selection
 from turnfold.replay.writers import Writer, writer_for
@@ -24,9 +24,6 @@ from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import Event, HistoryMode
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.trajectories import Trajectory
-
-OnProgress = Callable[[int], None]
-"""Called with the number of records just read."""
 
 _MAX_EXPLAINED = 5
 _MAX_IMPORT_RECORDS = 500
@@ -65,37 +62,51 @@ async def replay(
     selection: Selection | None = None,
     is_compared: bool = True,
     writer: Writer | None = None,
+    num_processes: int = 1,
     on_progress: OnProgress = lambda _: None,
 ) -> Report:
     """Fold the events again and hold the result against what healer and assembler wrote.
 
     `selection` looks at some rollouts only and leaves the decisions out. Nothing is kept of a
-    trajectory but its digest, so memory does not grow with the tokens of the log.
+    trajectory but its digest, so memory does not grow with the tokens of the log. With several
+    processes there can be no writer.
     """
     selection = selection or Selection()
     written, decisions = Written(), Decisions()
     if is_compared:
         await _read_results(source, selection, written, decisions)
-    report, digests = Report(is_compared=is_compared), dict[Key, str]()
-    unequal: dict[Key, Trajectory] = {}
-    rebuild = Rebuild(mode)
-    async for trajectory in _rebuilt(source, rebuild, selection, on_progress):
-        digests[trajectory.rollout_id, trajectory.revision] = codec.digest(trajectory)
-        if writer is not None:
-            writer.add(trajectory)
-        difference = written.difference_to(trajectory) if is_compared else None
-        if difference is not None:
-            report.differences.append(difference)
-            if len(unequal) < _MAX_EXPLAINED:
-                unequal[trajectory.rollout_id, trajectory.revision] = trajectory
+    if num_processes > 1:
+        assert writer is None, "a file is written by one process"
+        folded = await fold_in_parallel(
+            source,
+            mode=mode,
+            selection=selection,
+            num_processes=num_processes,
+            on_progress=on_progress,
+        )
+    else:
+        folded = await fold(
+            source, mode=mode, selection=selection, writer=writer, on_progress=on_progress
+        )
+    report = Report(
+        num_events=folded.num_events,
+        num_trajectories=len(folded.digests),
+        digest=combined_digest(folded.digests),
+        is_compared=is_compared,
+        open_rollouts=folded.open_rollouts,
+        rejected=folded.rejected,
+        ignored=folded.ignored,
+    )
     if is_compared:
-        report.differences += written.leftovers()
-        report.explanations = await _explanations(source, unequal)
+        differences = {
+            key: difference
+            for key, digest in folded.digests.items()
+            if (difference := written.difference_to(key, digest)) is not None
+        }
+        report.differences = [*differences.values(), *written.leftovers()]
+        explained = list(differences)[:_MAX_EXPLAINED]
+        report.explanations = await _explanations(source, mode, explained)
         report.verdicts = decisions.retake() if selection.is_everything else []
-    report.num_events, report.num_trajectories = rebuild.num_events, len(digests)
-    report.digest = combined_digest(digests)
-    report.open_rollouts, report.rejected = rebuild.open_rollouts, rebuild.rejected
-    report.ignored = rebuild.ignored
     return report
 
 
@@ -115,32 +126,23 @@ async def _read_results(
                 written.add(trajectory, hashlib.sha256(record.value or b"").hexdigest())
 
 
-async def _rebuilt(
-    source: LogSource, rebuild: Rebuild, selection: Selection, on_progress: OnProgress
-) -> AsyncIterator[Trajectory]:
-    async for record in source.read(source.topics.events):
-        on_progress(1)
-        if selection.holds_event(record):
-            for trajectory in rebuild.feed(record):
-                yield trajectory
-    if not rebuild.revised:
-        return
-    revisions = rebuild.revisions()
-    async for record in source.read(source.topics.events):
-        revised = revisions.feed(record)
-        if revised is not None:
-            yield revised
-
-
-async def _explanations(source: LogSource, unequal: dict[Key, Trajectory]) -> list[str]:
+async def _explanations(
+    source: LogSource, mode: HistoryMode | None, keys: Collection[Key]
+) -> list[str]:
+    """What differs in these trajectories; they are folded again, since only digests were kept."""
     lines: list[str] = []
-    if not unequal:
+    if not keys:
         return lines
+    selection = Selection({rollout_id for rollout_id, _ in keys})
+    again = {
+        (trajectory.rollout_id, trajectory.revision): trajectory
+        async for trajectory in rebuilt(source, Rebuild(mode), selection, lambda _: None)
+    }
     async for record in source.read(source.topics.trajectories):
         written = _trajectory(record)
         key = (written.rollout_id, written.revision) if written else ("", 0)
-        if written and key in unequal:
-            lines += [f"{named(key)}: {line}" for line in explain(written, unequal[key])]
+        if written and key in keys:
+            lines += [f"{named(key)}: {line}" for line in explain(written, again[key])]
     return lines
 
 
@@ -165,30 +167,17 @@ def file_writer(path: Path | None) -> Iterator[Writer | None]:
     part.replace(path)
 
 
-async def account(
-    source: LogSource, selection: Selection, on_progress: OnProgress = lambda _: None
-) -> Accounts:
-    """Fold the events and account for every sampled token."""
-    accounts, rebuild = Accounts(), Rebuild()
-    async for record in source.read(source.topics.events):
-        on_progress(1)
-        if selection.holds_event(record):
-            accounts.add_event(record)
-            for trajectory in rebuild.feed(record):
-                accounts.add_trajectory(trajectory)
-    return accounts
-
-
 async def events(
     source: LogSource, selection: Selection
-) -> AsyncIterator[tuple[Record, Event | str]]:
+) -> AsyncGenerator[tuple[Record, Event | str]]:
     """The events of a log with their records; a text says what is wrong with one."""
-    async for record in source.read(source.topics.events):
-        if selection.holds_event(record):
-            try:
-                yield record, decode_event(record)
-            except codec.CodecError as error:
-                yield record, str(error)
+    async with aclosing(source.read(source.topics.events)) as records:
+        async for record in records:
+            if selection.holds_event(record):
+                try:
+                    yield record, decode_event(record)
+                except codec.CodecError as error:
+                    yield record, str(error)
 
 
 async def export(
@@ -297,7 +286,14 @@ async def publish(
     topic = Topics(namespace=namespace).events
     async with Producer(bootstrap) as producer:
         for event in _parsed(lines, "the lines before it were published"):
-            await producer.send(topic, key=event.rollout_id, message=event)
+            # The time that the event names, so that a copy of an old log is as old as the log.
+            await producer.send_raw(
+                topic,
+                key=event.rollout_id.encode(),
+                value=codec.encode(event),
+                headers={"content-type": codec.MSGPACK},
+                timestamp=event.at or None,
+            )
             num_published += 1
     return num_published
 

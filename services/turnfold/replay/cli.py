@@ -1,33 +1,34 @@
-"""`turnfold replay`, `ledger`, `export`, `import`, `events …`, `topics …` and `doctor`."""
+"""`turnfold replay`, `refold`, `diff` and `ledger`; the other commands on the log by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from turnfold.replay.doctor.cli import doctor as doctor
+from turnfold.replay.options.cli import (
+    Bootstrap,
+    Groups,
+    LogPath,
+    Namespace,
+    Rollouts,
+    history_mode,
+    run_with_progress,
+    settings_of,
+    source_of,
+)
+from turnfold.replay.topics.cli import topics_check as topics_check
+from turnfold.replay.topics.cli import topics_create as topics_create
+from turnfold.replay.transfer.cli import events_cat as events_cat
+from turnfold.replay.transfer.cli import events_publish as events_publish
+from turnfold.replay.transfer.cli import log_export as log_export
+from turnfold.replay.transfer.cli import log_import as log_import
+
 if TYPE_CHECKING:
-    from turnfold.log.settings import ServiceSettings
-    from turnfold.replay.client import LogSource
+    from turnfold.replay.diff.comparison import Comparison
     from turnfold.replay.ledger import Account
-    from turnfold.schemas.events import HistoryMode
-
-T = TypeVar("T")
-
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka bootstrap servers, host:port.")]
-Namespace = Annotated[str | None, typer.Option(help="Prefix of all topics.")]
-LogPath = Annotated[
-    Path | None, typer.Option("--file", help="An exported log, instead of a broker.")
-]
-Rollouts = Annotated[
-    list[str] | None, typer.Option("--rollout", help="Only this rollout; may be repeated.")
-]
-Groups = Annotated[
-    list[str] | None, typer.Option("--group", help="Only rollouts of this group; may be repeated.")
-]
 
 
 def replay(
@@ -50,11 +51,15 @@ def replay(
         Path | None,
         typer.Option(help="Write the trajectories to FILE.msgpack, FILE.jsonl or FILE.parquet."),
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Divide the partitions among processes.")
+    ] = 1,
 ) -> None:
     """Compute trajectories and batches again from the log, and prove that they are the same.
 
     ```
     turnfold replay                            # everything
+    turnfold replay --processes 4              # with four cores
     turnfold replay --rollout run-000003-01    # one rollout
     turnfold replay --file bug.tflog --mode tree --out rows.parquet
     ```
@@ -64,11 +69,13 @@ def replay(
     from turnfold.replay import app
     from turnfold.replay.rebuild import Selection
 
-    chosen_mode = _history_mode(mode)
+    chosen_mode = history_mode(mode)
     is_compared = chosen_mode is None if compare is None else compare
-    source = _source(bootstrap, namespace, file)
+    if out is not None and processes > 1:
+        raise typer.BadParameter("--out is written by one process", param_hint="--processes")
+    source = source_of(bootstrap, namespace, file)
     with app.file_writer(out) as writer:
-        report = _run_with_progress(
+        report = run_with_progress(
             "folding events",
             source,
             lambda advance: app.replay(
@@ -77,11 +84,127 @@ def replay(
                 selection=Selection(rollout or (), group or ()),
                 is_compared=is_compared,
                 writer=writer,
+                num_processes=processes,
                 on_progress=advance,
             ),
         )
     _show_replay(report)
     if report.all_differences:
+        raise typer.Exit(1)
+
+
+def refold(
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
+    file: LogPath = None,
+    rollout: Rollouts = None,
+    group: Groups = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Fold as linear or tree, whatever the rollouts were run in.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="Score with module:function or file.py:function instead."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the trajectories to FILE.msgpack, FILE.jsonl or FILE.parquet."),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="Write them to the trajectories topic of this other namespace."),
+    ] = None,
+) -> None:
+    """Make other trajectories of the same log: another history mode, another reward, or both.
+
+    The reward function gets each trajectory that was not aborted, and returns its reward:
+
+        def score(trajectory) -> float: ...      # turnfold.schemas.trajectories.Trajectory
+
+    ```
+    turnfold refold --mode tree --out tree.jsonl
+    turnfold refold --reward rewards.py:score --to rescored
+    turnfold diff turnfold rescored
+    ```
+
+    The log is only read. A namespace is created when it is missing; an interrupted command can be
+    given again.
+    """
+    from turnfold.replay import app as replay_app
+    from turnfold.replay.rebuild import Selection
+    from turnfold.replay.refold import app
+    from turnfold.replay.refold.client import TrajectoryTopic
+    from turnfold.schemas.errors import UserError
+
+    if (out is None) == (to is None):
+        raise UserError("give either --out FILE or --to NAMESPACE")
+    chosen_mode, source = history_mode(mode), source_of(bootstrap, namespace, file)
+    settings = settings_of(bootstrap, namespace)
+    if to == source.topics.namespace and file is None:
+        raise UserError(f"{to} is the namespace of the log itself: write to another one")
+    topic = TrajectoryTopic(settings.bootstrap, to) if to else None
+
+    async def work(advance: Any) -> app.Refolded:
+        with replay_app.file_writer(out) as writer:
+            return await app.refold(
+                source,
+                mode=chosen_mode,
+                reward=reward,
+                selection=Selection(rollout or (), group or ()),
+                writer=writer,
+                topic=topic,
+                on_progress=advance,
+            )
+
+    made = run_with_progress("folding events", source, work)
+    statuses = ", ".join(f"{number} {status}" for status, number in sorted(made.statuses.items()))
+    typer.echo(f"{made.num_trajectories} trajectories ({statuses}) from {made.num_events} events")
+    typer.echo(f"{made.num_rows:,} rows, {made.num_trained:,} tokens with mask 1")
+    if topic is not None:
+        typer.echo(f"{topic.num_written} written to {to}, {topic.num_found} were there already")
+    typer.echo(f"digest {made.digest}")
+
+
+def diff(
+    left: Annotated[str, typer.Argument(help="A .jsonl, .msgpack or .tflog file, or a namespace.")],
+    right: Annotated[str, typer.Argument(help="What to compare it with.")],
+    bootstrap: Bootstrap = None,
+    rollout: Rollouts = None,
+    group: Groups = None,
+    limit: Annotated[int, typer.Option(min=0, help="Show this many changed rollouts.")] = 10,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show which tokens of their rows differ.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 unless nothing differs.")] = False,
+) -> None:
+    """Compare two sets of trajectories: what changed, by rollout, turn and token.
+
+    ```
+    turnfold diff turnfold rescored
+    turnfold diff turnfold tree.jsonl --tokens --rollout run-000003-01
+    ```
+
+    Of each rollout the newest revision counts. Where in the log a trajectory lies, and what its mode
+    is called, is no difference.
+    """
+    import asyncio
+
+    from turnfold.replay.diff import app
+    from turnfold.replay.rebuild import Selection
+
+    settings = settings_of(bootstrap, None)
+    sides = app.Side(left, settings.bootstrap), app.Side(right, settings.bootstrap)
+    found = asyncio.run(app.diff(*sides, Selection(rollout or (), group or ())))
+    shown = found.changes[:limit]
+    details = asyncio.run(app.tokens(*sides, shown)) if tokens and shown else {}
+    for change in shown:
+        typer.echo(f"rollout {change.rollout_id}")
+        for line in (*change.lines, *details.get(change.rollout_id, ())):
+            typer.echo(f"    {line}")
+    if len(found.changes) > len(shown):
+        typer.echo(f"{len(found.changes) - len(shown)} more changed rollouts (--limit)")
+    _show_comparison(found, left, right)
+    if check and not found.is_same:
         raise typer.Exit(1)
 
 
@@ -95,29 +218,59 @@ def ledger(
     check: Annotated[
         bool, typer.Option("--check", help="Exit 1 unless everything adds up to 100 %.")
     ] = False,
+    turn: Annotated[
+        str | None,
+        typer.Option(help="Show which updates this turn reached, and on which tokens."),
+    ] = None,
+    groups_per_mini_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="The trainer's ppo_mini_batch_size, for --turn; else the batch."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="The trainer's ppo_epochs, for --turn.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="The trainer's data-parallel ranks, for --turn.")
+    ] = 1,
 ) -> None:
     """Account for every sampled token: trained, masked or dropped, with the reason.
 
     The output tokens of all turn events are counted as they lie in the log, and held against the
-    ledgers of the trajectories that they give.
+    ledgers of the trajectories that they give and against what was decided on those: a group that
+    was dropped as stale trained nothing. What waits has its turn still to come.
 
     ```
     turnfold ledger --check
     turnfold ledger --each --group run-000003
+    turnfold ledger --turn 5c1f… --groups-per-mini-batch 4 --epochs 2
     ```
     """
-    from turnfold.replay import app
+    from turnfold.replay.accounts import app
     from turnfold.replay.ledger import total
     from turnfold.replay.rebuild import Selection
+    from turnfold.replay.trace import lines
+    from turnfold.replay.updates import Sizes
 
-    source = _source(bootstrap, namespace, file)
+    source = source_of(bootstrap, namespace, file)
+    if turn is not None:
+        sizes = Sizes(
+            groups_per_mini_batch=groups_per_mini_batch, num_epochs=epochs, num_ranks=ranks
+        )
+        traces = run_with_progress(
+            "looking for the turn",
+            source,
+            lambda advance: app.trace_turn(source, turn, rollout or (), sizes, advance),
+        )
+        for line in (line for found in traces for line in lines(found)):
+            typer.echo(line)
+        return
     selection = Selection(rollout or (), group or ())
-    accounts = _run_with_progress(
+    accounts = run_with_progress(
         "folding events", source, lambda advance: app.account(source, selection, advance)
     )
     shown = accounts.by_rollout() if each else accounts.by_run()
     everything = total(shown)
     _show_ledger(shown, everything)
+    for run_id in accounts.undecided_runs:
+        typer.echo(f"run {run_id}: nothing is decided, so trained means in a row with mask 1")
     wrong = [a for a in accounts.by_rollout() if not a.is_balanced]
     for account in wrong:
         typer.echo(
@@ -127,310 +280,6 @@ def ledger(
         )
     if wrong and check:
         raise typer.Exit(1)
-
-
-def events_cat(
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    file: LogPath = None,
-    rollout: Rollouts = None,
-    group: Groups = None,
-    limit: Annotated[int | None, typer.Option(help="Stop after this many events.")] = None,
-    position: Annotated[
-        bool, typer.Option("--position", help='Wrap each event: {"partition", "offset", "event"}.')
-    ] = False,
-) -> None:
-    """Print events as JSON lines, token ids as plain integers.
-
-    What is printed can be published again:
-
-    ```
-    turnfold events cat --rollout r1 | turnfold events publish --namespace copy
-    ```
-    """
-    import asyncio
-    from itertools import count
-
-    from turnfold.replay import app
-    from turnfold.replay.rebuild import Selection
-    from turnfold.schemas import codec
-
-    source = _source(bootstrap, namespace, file)
-    selection = Selection(rollout or (), group or ())
-
-    async def show() -> None:
-        numbers = count(1)
-        async for record, event in app.events(source, selection):
-            if isinstance(event, str):
-                typer.echo(f"{record}: {event}", err=True)
-                continue
-            place = {"partition": record.partition, "offset": record.offset}
-            line = codec.encode_json({**place, "event": event} if position else event)
-            typer.echo(line.decode())
-            if next(numbers) == limit:
-                return
-
-    asyncio.run(show())
-
-
-def events_publish(
-    path: Annotated[
-        Path | None, typer.Argument(help="JSON lines; standard input when it is left out or -.")
-    ] = None,
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only say whether every line is an event.")
-    ] = False,
-) -> None:
-    """Publish events written as JSON, one a line; docs/events.md shows them all.
-
-    Each is acknowledged by Kafka before the next is sent. A line that is no event ends the command
-    with its number and what was wrong; the lines before it are published.
-    """
-    import asyncio
-    import sys
-
-    from turnfold.replay import app
-
-    settings = _settings(bootstrap, namespace)
-
-    def publish(lines: Any) -> int:
-        return asyncio.run(
-            app.publish(lines, settings.bootstrap, settings.namespace, is_checked_only=check)
-        )
-
-    if path is None or str(path) == "-":
-        number = publish(sys.stdin)
-    else:
-        with path.open(encoding="utf-8") as lines:
-            number = publish(lines)
-    typer.echo(f"{number} events are valid" if check else f"{number} events published", err=True)
-
-
-def topics_create(
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of events, tasks and trajectories.")
-    ] = 4,
-    replication: Annotated[int, typer.Option(min=1, help="Copies of each partition.")] = 1,
-    retention_hours: Annotated[
-        float | None, typer.Option(help="Keep the log this long; for ever when left out.")
-    ] = None,
-) -> None:
-    """Create the topics that are missing, and name what differs on those that exist.
-
-    A rollout's events stay in one partition, so more partitions let more healers share the work.
-    The number cannot be changed later without a new namespace.
-    """
-    import asyncio
-
-    from turnfold.log.client import create_topics
-
-    settings = _settings(bootstrap, namespace)
-    specs = settings.topics.specs(partitions, _retention_ms(retention_hours))
-    for name in asyncio.run(create_topics(settings.bootstrap, specs, replication)):
-        typer.echo(f"created {name}")
-    _show_topic_differences(settings.bootstrap, specs)
-
-
-def topics_check(
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of events, tasks and trajectories.")
-    ] = 4,
-    retention_hours: Annotated[
-        float | None, typer.Option(help="How long the log should be kept; for ever if left out.")
-    ] = None,
-) -> None:
-    """Compare the topics with what they should be; exit 1 when something differs."""
-    settings = _settings(bootstrap, namespace)
-    specs = settings.topics.specs(partitions, _retention_ms(retention_hours))
-    if _show_topic_differences(settings.bootstrap, specs):
-        raise typer.Exit(1)
-
-
-def log_export(
-    path: Annotated[Path, typer.Argument(help="The file to write, such as bug.tflog.")],
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    rollout: Rollouts = None,
-    group: Groups = None,
-    events_only: Annotated[
-        bool, typer.Option("--events-only", help="Leave out everything that can be rebuilt.")
-    ] = False,
-) -> None:
-    """Write the log, or some rollouts of it, to one compressed file.
-
-    ```
-    turnfold export bug.tflog --rollout run-000003-01
-    turnfold replay --file bug.tflog
-    ```
-
-    The file holds prompts and answers as tokens and text: treat it as you treat those.
-    """
-    from turnfold.replay import app
-    from turnfold.replay.client import KafkaLog
-    from turnfold.replay.rebuild import Selection
-
-    settings = _settings(bootstrap, namespace)
-    source = KafkaLog(settings.bootstrap, settings.namespace)
-    number = _run_with_progress(
-        "exporting",
-        source,
-        lambda advance: app.export(
-            source,
-            path,
-            Selection(rollout or (), group or ()),
-            is_events_only=events_only,
-            on_progress=advance,
-        ),
-    )
-    typer.echo(f"{number} records, {path.stat().st_size:,} bytes in {path}")
-
-
-def log_import(
-    path: Annotated[Path, typer.Argument(help="A file written by `turnfold export`.")],
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-) -> None:
-    """Load an exported log into empty topics, which are created.
-
-    Offsets begin at 0 there, so trajectories name other places in the log than the original ones.
-    """
-    import asyncio
-
-    from turnfold.replay import app
-
-    settings = _settings(bootstrap, namespace)
-    number = asyncio.run(app.import_log(path, settings.bootstrap, settings.namespace))
-    typer.echo(f"{number} records in the topics of {settings.namespace}")
-
-
-def doctor(
-    bootstrap: Bootstrap = None,
-    namespace: Namespace = None,
-    gateway: Annotated[
-        list[str] | None, typer.Option(help="URL of a gateway; may be repeated.")
-    ] = None,
-    engine: Annotated[
-        list[str] | None, typer.Option(help="URL of an inference engine; may be repeated.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="Model directory to look at.")] = None,
-    data: Annotated[Path, typer.Option(help="Where data is kept, for its free space.")] = Path(),
-) -> None:
-    """Look at everything a run needs, and say what to do about what is missing. Exit 1 on a failure.
-
-    ```
-    turnfold doctor --gateway http://127.0.0.1:8080 --engine http://127.0.0.1:8000
-    ```
-    """
-    import asyncio
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from turnfold.replay.doctor.app import examine
-    from turnfold.replay.doctor.checks import Check
-
-    settings = _settings(bootstrap, namespace)
-
-    async def collect() -> list[Check]:
-        found = examine(
-            bootstrap=settings.bootstrap,
-            namespace=settings.namespace,
-            gateways=tuple(gateway or ()),
-            engines=tuple(engine or ()),
-            model=model,
-            data=data,
-        )
-        return [check async for check in found]
-
-    checks = asyncio.run(collect())
-    table = Table("", "what", "found", "what to do", box=None, pad_edge=False)
-    signs = {"ok": "[green]ok[/]", "warning": "[yellow]note[/]", "failure": "[red]FAIL[/]"}
-    for check in checks:
-        table.add_row(signs[check.state], check.name, check.detail, check.advice)
-    Console().print(table)
-    if any(check.state == "failure" for check in checks):
-        raise typer.Exit(1)
-
-
-def _settings(bootstrap: str | None, namespace: str | None) -> ServiceSettings:
-    import os
-
-    from turnfold.log.settings import ServiceSettings
-    from turnfold.schemas.settings import load
-
-    return load(ServiceSettings, os.environ, bootstrap=bootstrap, namespace=namespace)
-
-
-def _source(bootstrap: str | None, namespace: str | None, file: Path | None) -> LogSource:
-    from turnfold.replay.client import FileLog, KafkaLog
-
-    if file is not None:
-        return FileLog(file)
-    settings = _settings(bootstrap, namespace)
-    return KafkaLog(settings.bootstrap, settings.namespace)
-
-
-def _history_mode(mode: str | None) -> HistoryMode | None:
-    match mode:
-        case None | "linear" | "tree":
-            return mode
-    raise typer.BadParameter(f"expected linear or tree, got {mode!r}", param_hint="--mode")
-
-
-def _retention_ms(hours: float | None) -> int:
-    return -1 if hours is None else int(hours * 3_600_000)
-
-
-def _run_with_progress(
-    what: str,
-    source: LogSource,
-    work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]],
-) -> T:
-    """Run a job that reads the events, with a bar on standard error when that is a terminal."""
-    import asyncio
-
-    async def run() -> T:
-        total = await source.num_records(source.topics.events)
-        with _progress_bar(what, total) as advance:
-            return await work(advance)
-
-    return asyncio.run(run())
-
-
-@contextmanager
-def _progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda number: progress.advance(task, number)
-
-
-def _show_topic_differences(bootstrap: str, specs: Any) -> bool:
-    import asyncio
-
-    from turnfold.log.client import topic_differences
-
-    differences = asyncio.run(topic_differences(bootstrap, specs))
-    lines = [f"{topic}: {what}" for topic, found in differences.items() for what in found]
-    for line in lines or [f"all {len(differences)} topics are as they should be"]:
-        typer.echo(line)
-    return bool(lines)
 
 
 def _show_replay(report: Any) -> None:
@@ -472,7 +321,7 @@ def _show_ledger(accounts: list[Account], everything: Account) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for name in ("rollouts", "turns", "sampled", "trained", "masked", "dropped", "sum"):
+    for name in ("rollouts", "turns", "sampled", "trained", "masked", "dropped", "waiting", "sum"):
         table.add_column(name, justify="right")
     table.add_column("why not trained")
     for account in [*accounts, everything]:
@@ -485,6 +334,7 @@ def _show_ledger(accounts: list[Account], everything: Account) -> None:
             _share(account.trained, account.num_sampled),
             _share(account.masked.total(), account.num_sampled),
             _share(account.dropped.total(), account.num_sampled),
+            _share(account.waiting.total(), account.num_sampled),
             _share(accounted, account.num_sampled),
             _reasons(account),
         )
@@ -496,5 +346,38 @@ def _share(part: int, whole: int) -> str:
 
 
 def _reasons(account: Account) -> str:
-    counts = account.masked + account.dropped
+    counts = account.masked + account.dropped + account.waiting
     return ", ".join(f"{reason} {number:,}" for reason, number in counts.most_common())
+
+
+def _show_comparison(found: Comparison, left: str, right: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in (left, right, "change"):
+        table.add_column(name, justify="right")
+    for name, field in (
+        ("trajectories", "num_trajectories"),
+        ("aborted", "num_aborted"),
+        ("rows", "num_rows"),
+        ("tokens in rows", "num_tokens"),
+        ("sampled tokens", "num_sampled"),
+        ("trained tokens", "num_trained"),
+    ):
+        before, after = getattr(found.left, field), getattr(found.right, field)
+        change = f"{after - before:+,}" if after != before else ""
+        table.add_row(name, f"{before:,}", f"{after:,}", change)
+    before, after = found.left.mean_reward, found.right.mean_reward
+    if before is not None and after is not None:
+        change = f"{after - before:+.4f}" if after != before else ""
+        table.add_row("mean reward", f"{before:.4f}", f"{after:.4f}", change)
+    Console().print(table)
+    for (was, is_now), number in found.moved.most_common():
+        typer.echo(f"{number:,} sampled tokens: {was} → {is_now}")
+    typer.echo(
+        f"{found.num_same} rollouts the same, {len(found.changes)} changed "
+        f"({found.num_reward_changes} in reward), {len(found.only_left)} only in {left}, "
+        f"{len(found.only_right)} only in {right}"
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from turnfold.log.client import MissingTopic, Producer, Reader, Record, reader_from_start
+from turnfold.log.client import MissingTopic, Producer, Reader, Record
 from turnfold.replay.logfile import LogReader
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.topics import Topics
@@ -22,8 +23,13 @@ class LogSource(Protocol):
     async def num_records(self, *topics: str) -> int:
         """How many records a read will give, roughly: transaction markers count in Kafka."""
 
-    def read(self, *topics: str) -> AsyncIterator[Record]:
-        """All records of these topics, in order within each partition."""
+    async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
+        """Partitions of the topics that exist."""
+
+    def read(
+        self, *topics: str, partitions: Collection[int] | None = None
+    ) -> AsyncGenerator[Record]:
+        """All records of these topics, or of these partitions of theirs, each in its order."""
 
 
 class KafkaLog:
@@ -40,7 +46,6 @@ class KafkaLog:
         return sum(ends[pair] - starts[pair] for pair in pairs)
 
     async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
-        """Partitions of the topics that exist."""
         found = {}
         async with Reader(self.bootstrap) as reader:
             for topic in topics:
@@ -50,10 +55,20 @@ class KafkaLog:
                     continue
         return found
 
-    async def read(self, *topics: str) -> AsyncIterator[Record]:
-        async with reader_from_start(self.bootstrap, *topics) as reader:
-            async for record in reader.read_to_end():
-                yield record
+    async def read(
+        self, *topics: str, partitions: Collection[int] | None = None
+    ) -> AsyncGenerator[Record]:
+        async with Reader(self.bootstrap) as reader:
+            places = [
+                (topic, partition)
+                for topic in topics
+                for partition in await reader.partitions(topic)
+                if partitions is None or partition in partitions
+            ]
+            await reader.assign(await reader.start_offsets(places))
+            async with aclosing(reader.read_to_end()) as records:
+                async for record in records:
+                    yield record
 
 
 class FileLog:
@@ -71,10 +86,18 @@ class FileLog:
         with self.path.open("rb") as file:
             return sum(record.topic in topics for record in LogReader(file, str(self.path)))
 
-    async def read(self, *topics: str) -> AsyncIterator[Record]:
+    async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
+        known = self.header.topics
+        return {topic: known[topic] for topic in topics if topic in known}
+
+    async def read(
+        self, *topics: str, partitions: Collection[int] | None = None
+    ) -> AsyncGenerator[Record]:
         with self.path.open("rb") as file:
             for record in LogReader(file, str(self.path)):
-                if record.topic in topics:
+                if record.topic in topics and (
+                    partitions is None or record.partition in partitions
+                ):
                     yield record
 
 
@@ -96,4 +119,5 @@ async def _append(producer: Producer, topic: str, partition: int, records: list[
             value=record.value,
             partition=partition,
             headers={name: value.decode(errors="replace") for name, value in record.headers},
+            timestamp=record.timestamp,
         )

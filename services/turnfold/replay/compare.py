@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from turnfold.schemas import codec
 from turnfold.schemas.trajectories import Row, Trajectory
 
 Key = tuple[str, int]
@@ -43,13 +42,12 @@ class Written:
         else:
             self._digests[key] = digest
 
-    def difference_to(self, rebuilt: Trajectory) -> Difference | None:
-        """None when the log holds the very bytes of this trajectory."""
-        key = (rebuilt.rollout_id, rebuilt.revision)
+    def difference_to(self, key: Key, digest: str) -> Difference | None:
+        """None when the log holds the very bytes of the trajectory with this digest."""
         self._matched.add(key)
         if key not in self._digests:
             return Difference(named(key), "finished in the log, but no trajectory was written")
-        if self._digests[key] != codec.digest(rebuilt):
+        if self._digests[key] != digest:
             return Difference(named(key), "the trajectory in the log has other bytes")
         return None
 

@@ -71,7 +71,7 @@ async def _behind(reader: Reader, topic: str) -> dict[int, int | None]:
         if committed is None:
             found[pair[1]] = None
         else:
-            through = msgspec.json.decode(committed[1], type=dict[str, int])["through"]
+            through = int(msgspec.json.decode(committed[1], type=dict[str, float])["through"])
             found[pair[1]] = max(0, ends[pair] - through)
     return found
 

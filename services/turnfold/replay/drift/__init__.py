@@ -1,0 +1,1 @@
+"""`turnfold drift`: where clients left what was sampled, why, and what it cost."""

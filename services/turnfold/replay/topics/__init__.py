@@ -1,0 +1,1 @@
+"""The topics as they should be, and what retention would take away."""

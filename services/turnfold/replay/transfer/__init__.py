@@ -1,0 +1,1 @@
+"""Commands that move records: events as JSON lines, a log as one file."""

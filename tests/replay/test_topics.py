@@ -1,0 +1,70 @@
+"""`turnfold topics check` on a real broker with records that were written a while ago."""
+
+import asyncio
+import time
+
+from typer import Typer
+from typer.testing import CliRunner
+
+from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.healer.records import trajectory_record
+from turnfold.log.client import Producer, create_topics
+from turnfold.replay.topics.cli import topics_check
+from turnfold.schemas import codec
+from turnfold.schemas.batches import BatchCut, GroupRef, Positions, RolloutRef
+from turnfold.schemas.testing import trajectory
+from turnfold.schemas.topics import Topics
+
+HALF_AN_HOUR_MS = 1_800_000
+
+
+def cut(rollout_id: str, partition: int, offset: int) -> BatchCut:
+    ref = RolloutRef(
+        rollout_id=rollout_id,
+        index=0,
+        partition=partition,
+        offset=offset,
+        digest="",
+        reward=1.0,
+        num_rows=1,
+        num_tokens=4,
+        num_trained=2,
+        max_row_tokens=4,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+    return BatchCut(
+        run_id="default",
+        index=1,
+        groups=(GroupRef(group_id="g1", dispatch_index=0, rollouts=(ref,)),),
+        positions=Positions(tasks={}, trajectories={}),
+        at=0.0,
+        config_digest="",
+    )
+
+
+async def publish_an_old_batch(broker: BrokerProcess, topics: Topics) -> None:
+    """A batch that nobody has trained, of a rollout that was written 20 minutes ago."""
+    await create_topics(broker.bootstrap, topics.specs(2, retention_ms=HALF_AN_HOUR_MS))
+    record = trajectory_record(trajectory("r1"))
+    async with Producer(broker.bootstrap) as producer:
+        ack = await producer.send_raw(
+            topics.trajectories,
+            key=record.key,
+            value=record.value,
+            headers=record.headers,
+            timestamp=time.time() - 1200,
+        )
+        manifest = codec.encode(cut("r1", ack.partition, ack.offset))
+        await producer.send_raw(topics.batches, key=b"default", value=manifest)
+
+
+def test_rows_of_an_untrained_batch_that_expire_soon_are_warned_of(broker: BrokerProcess) -> None:
+    asyncio.run(publish_an_old_batch(broker, Topics(namespace="expiring")))
+    app = Typer()
+    app.command()(topics_check)
+    options = ["--partitions", "2", "--retention-hours", "0.5", "--namespace", "expiring"]
+    result = CliRunner().invoke(app, [*options, "--bootstrap", broker.bootstrap])
+    assert "warning: batch 1 of run default, not trained yet, names rollout r1" in result.output
+    assert "keeps it 0.5 h, so it may go in" in result.output
+    assert result.exit_code == 0

@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-slow test-trainer check format bench up down clean
+.PHONY: help install demo test test-slow test-trainer test-families chaos check format bench up down clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,12 @@ test-slow: $(STAMP)  ## Run the long suites too
 
 test-trainer: $(STAMP)  ## Run the trainer's tests on every driver, torchrun and Ray too
 	$(BIN)/python -m pytest tests/trainer
+
+test-families: $(STAMP)  ## Play every chat template beside this checkout and write docs/families.md
+	FAMILIES_TABLE=docs/families.md $(BIN)/python -m pytest -m slow tests/history/test_families.py
+
+chaos: $(STAMP)  ## Disturb a pipeline for seven minutes and report what held
+	$(BIN)/python -m pytest -s -m slow tests/chaos
 
 check: $(STAMP)  ## Format, lint, types, imports
 	$(BIN)/ruff format --check .

@@ -20,16 +20,19 @@ from turnfold.embedded.tiny.cli import tiny_model
 from turnfold.gateway.cli import gateway, relay
 from turnfold.healer.cli import healer
 from turnfold.replay.cli import (
+    diff,
     doctor,
     events_cat,
     events_publish,
     ledger,
     log_export,
     log_import,
+    refold,
     replay,
     topics_check,
     topics_create,
 )
+from turnfold.replay.drift.cli import drift
 from turnfold.schemas.errors import UserError
 from turnfold.trainer.cli import train
 
@@ -63,7 +66,10 @@ app.command("worker", rich_help_panel=_SERVICES)(worker)
 app.command("train", rich_help_panel=_SERVICES)(train)
 
 app.command("replay", rich_help_panel=_LOG)(replay)
+app.command("refold", rich_help_panel=_LOG)(refold)
+app.command("diff", rich_help_panel=_LOG)(diff)
 app.command("ledger", rich_help_panel=_LOG)(ledger)
+app.command("drift", rich_help_panel=_LOG)(drift)
 app.command("export", rich_help_panel=_LOG)(log_export)
 app.command("import", rich_help_panel=_LOG)(log_import)
 app.command("doctor", rich_help_panel=_LOG)(doctor)

@@ -95,8 +95,8 @@ class Divergence(Wire, frozen=True, kw_only=True):
     """Where the client's history first left what was sampled, and why."""
 
     cause: str
-    """tool_arguments_reordered, whitespace, reasoning_dropped, content_edited, message_removed,
-    system_changed, tools_changed, compaction, template_rewrote_history, reply_reformatted,
+    """tool_arguments_reordered, whitespace, reasoning_dropped, text_dropped, content_edited,
+    message_removed, system_changed, tools_changed, compaction, template_rewrote_history, reply_reformatted,
     retokenized or unknown."""
     message_index: int = -1
     """First message that differs, counted in the request; -1 when all are equal."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
@@ -118,11 +118,20 @@ class Producer:
         value: bytes | None,
         partition: int | None = None,
         headers: Mapping[str, str] | None = None,
+        timestamp: float | None = None,
     ) -> Ack:
-        """Send bytes as they are; a `value` of None is a tombstone."""
+        """Send bytes as they are; a `value` of None is a tombstone.
+
+        `timestamp` is the record's time in Unix seconds when it is not now, as for a copy.
+        """
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         future = await self._kafka.send(
-            topic, value, key=key, partition=partition, headers=pairs or None
+            topic,
+            value,
+            key=key,
+            partition=partition,
+            headers=pairs or None,
+            timestamp_ms=None if timestamp is None else round(timestamp * 1000),
         )
         meta = await future
         return Ack(meta.partition, meta.offset)
@@ -240,7 +249,7 @@ class Reader:
         found = await self._kafka.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
         return [_record(raw) for records in found.values() for raw in records]
 
-    async def read_to_end(self) -> AsyncIterator[Record]:
+    async def read_to_end(self) -> AsyncGenerator[Record]:
         """Every record up to the ends that the assigned partitions have now."""
         assigned = [(tp.topic, tp.partition) for tp in self._kafka.assignment()]
         ends = await self.end_offsets(assigned)
@@ -320,15 +329,30 @@ async def topic_differences(bootstrap: str, specs: Iterable[TopicSpec]) -> dict[
     return differences
 
 
+async def topic_configs(bootstrap: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The settings that these topics have now; topics that do not exist are left out."""
+    found: dict[str, dict[str, str]] = {}
+    async with _admin(bootstrap) as admin:
+        existing = set(await admin.list_topics())
+        for name in names:
+            if name in existing:
+                found[name] = await _config(admin, name)
+    return found
+
+
+async def _config(admin: AIOKafkaAdminClient, name: str) -> dict[str, str]:
+    resource = ConfigResource(ConfigResourceType.TOPIC, name)
+    (response,) = await admin.describe_configs([resource])
+    return {entry[0]: entry[1] for *_, entries in response.resources for entry in entries}
+
+
 async def _differences(admin: AIOKafkaAdminClient, spec: TopicSpec) -> list[str]:
     found: list[str] = []
     (described,) = await admin.describe_topics([spec.name])
     num_partitions = len(described["partitions"])
     if num_partitions != spec.num_partitions:
         found.append(f"partitions: expected {spec.num_partitions}, found {num_partitions}")
-    resource = ConfigResource(ConfigResourceType.TOPIC, spec.name)
-    (response,) = await admin.describe_configs([resource])
-    actual = {entry[0]: entry[1] for *_, entries in response.resources for entry in entries}
+    actual = await _config(admin, spec.name)
     for name, expected in spec.config.items():
         if actual.get(name) != expected:
             found.append(f"{name}: expected {expected}, found {actual.get(name)}")

@@ -19,7 +19,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content_type(self) -> str | None:
-        return next((v.decode("latin-1") for k, v in self.headers if k == "content-type"), None)
+        for name, value in self.headers:
+            if name == "content-type":
+                return value.decode("latin-1")
+        return None
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}@{self.offset}"

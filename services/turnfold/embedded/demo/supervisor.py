@@ -88,6 +88,12 @@ class Service:
             assert self._process is not None
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now, or ran last."""
+        assert self._process is not None, f"{self.spec.name} was never started"
+        return self._process.pid
+
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL when it does not end in time."""
         if not self.is_running:

@@ -323,7 +323,6 @@ def _show_ledger(accounts: list[Account], everything: Account) -> None:
     table.add_column("")
     for name in ("rollouts", "turns", "sampled", "trained", "masked", "dropped", "waiting", "sum"):
         table.add_column(name, justify="right")
-    table.add_column("why not trained")
     for account in [*accounts, everything]:
         accounted = account.num_accounted - account.unaccounted
         table.add_row(
@@ -336,9 +335,12 @@ def _show_ledger(accounts: list[Account], everything: Account) -> None:
             _share(account.dropped.total(), account.num_sampled),
             _share(account.waiting.total(), account.num_sampled),
             _share(accounted, account.num_sampled),
-            _reasons(account),
         )
     Console().print(table)
+    # Below the table, which would not fit into a terminal with them.
+    for account in accounts or [everything]:
+        if reasons := _reasons(account):
+            typer.echo(f"{account.name}, not trained: {reasons}")
 
 
 def _share(part: int, whole: int) -> str:

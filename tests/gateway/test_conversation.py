@@ -282,6 +282,7 @@ async def test_the_log_tells_the_whole_story_in_order(gateway: Any) -> None:
     assert isinstance(started, RolloutStarted)
     assert (started.group_id, started.task_id, started.index) == ("g", "t7", 2)
     assert turn.protocol == "openai_chat"
+    assert turn.harness == "AsyncOpenAI/Python"
     assert len(turn.request_digest) == 64
     assert isinstance(finished, RolloutFinished)
     assert (finished.reward, finished.rewards) == (0.5, {"format": 1.0})

@@ -90,6 +90,17 @@ def test_turns_are_counted_by_protocol_and_model() -> None:
     assert (second.num_turns, second.continuities) == (3, {"first": 1, "healed": 2})
 
 
+def test_clients_of_one_protocol_are_told_apart_by_harness() -> None:
+    a = RolloutScript("a", model="m")
+    a.turn("t0", [1, 2], [3, 4], **OPENAI, harness="AsyncOpenAI/Python")
+    a.turn("t1", [1, 2, 3, 4, 5], [6], parent="t0", **OPENAI, harness="curl")
+    found = collected(*a.events).clients()
+    assert [(entry.client.harness, entry.num_turns) for entry in found] == [
+        ("AsyncOpenAI/Python", 1),
+        ("curl", 1),
+    ]
+
+
 def test_healed_turns_save_the_tokens_of_their_parent_and_a_reset_repeats_them() -> None:
     found = collected(*example())
     assert dict(found.causes()) == {
@@ -183,7 +194,7 @@ def test_command_shows_tables_and_a_sum(log: Path) -> None:
     result = CliRunner().invoke(app, ["--file", str(log)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["openai_chat", "m", "3", "1", "0", "2", "0", "0", "0", "66.7", "%", "0"] in lines
+    assert ["?", "openai_chat", "m", "3", "1", "0", "2", "0", "0", "0", "66.7", "%", "0"] in lines
     assert ["system_changed", "0", "0", "1", "4"] in lines
     assert ["b", "main", "1", "4", "system_changed", "1", "turn", "t1,", "message", "0"] in lines
     assert "6 turns: 2 healed" in result.output

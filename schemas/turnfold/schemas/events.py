@@ -149,6 +149,8 @@ class TurnCompleted(RolloutEvent, frozen=True, kw_only=True, tag="turn_completed
     """Seconds that the engine took."""
     pinned: tuple[tuple[str, str], ...] = ()
     """Volatile nonces replaced before rendering: (what came, what it was pinned to)."""
+    harness: str = ""
+    """The client by its own account: the first product of its User-Agent, `AsyncOpenAI/Python`."""
     has_instructions: bool = False
     """The first message of the history is `instructions` of OpenAI's responses API: a later call
     that names this turn as the previous response brings its own."""

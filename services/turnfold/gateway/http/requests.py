@@ -12,6 +12,8 @@ from turnfold.gateway.refusals import Refusal, invalid
 
 B = TypeVar("B")
 
+_MAX_HARNESS_CHARS = 64
+
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body. Raises Refusal when it is larger than `limit` bytes."""
@@ -50,6 +52,17 @@ def api_key(request: Request) -> str:
 def is_retry(request: Request) -> bool:
     """SDKs made by Stainless say how often they have sent a request before."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+
+
+def harness(request: Request) -> str:
+    """The first product of the User-Agent without its version.
+
+    AsyncOpenAI/Python 3.57.0             AsyncOpenAI/Python
+    claude-cli/1.0.3 (external, cli)      claude-cli
+    """
+    product = request.headers.get("user-agent", "").split(" ")[0][:_MAX_HARNESS_CHARS]
+    name, _, version = product.partition("/")
+    return name if version[:1].isdigit() else product
 
 
 async def until_disconnected(request: Request) -> None:

@@ -18,10 +18,13 @@ from turnfold.schemas.events import Event, RolloutStarted, TurnCompleted
 class Flight:
     """A turn being made, and how many clients wait for it."""
 
-    def __init__(self, session_id: str, request_digest: str, idempotency_key: str) -> None:
+    def __init__(
+        self, session_id: str, request_digest: str, idempotency_key: str, harness: str = ""
+    ) -> None:
         self.session_id = session_id
         self.request_digest = request_digest
         self.idempotency_key = idempotency_key
+        self.harness = harness
         self.task: asyncio.Task[Answer] | None = None
         self.num_waiting = 0
         self.stage: Literal["planning", "sampling", "recording", "recorded"] = "planning"

@@ -38,6 +38,8 @@ class CallContext(Wire, frozen=True, kw_only=True):
     idempotency_key: str = ""
     is_retry: bool = False
     """The client says that it sends this request again."""
+    harness: str = ""
+    """The client by its own account."""
 
 
 class ModelCalls:
@@ -80,7 +82,9 @@ class ModelCalls:
         flight = await self._repeated(entry, call, context, digest)
         if flight is None:
             _refuse_closed(entry)
-            flight = Flight(context.key.session_id, digest, context.idempotency_key)
+            flight = Flight(
+                context.key.session_id, digest, context.idempotency_key, context.harness
+            )
             self._take_off(entry, flight, self._make_turn(entry, flight, call))
         flight.num_waiting += 1
         return flight
@@ -201,6 +205,7 @@ class ModelCalls:
             engine_s=engine_s,
             request_digest=flight.request_digest,
             idempotency_key=flight.idempotency_key,
+            harness=flight.harness,
         )
         answer = await self._record(entry, flight, event, call.has_logprobs)
         self._count(event, plan, parsed, self._clock() - begun - engine_s)

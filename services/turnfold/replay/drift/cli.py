@@ -36,7 +36,7 @@ def drift(
 ) -> None:
     """Show which clients' histories drifted from what was sampled, why, and what it cost.
 
-    For each protocol and model how its turns continued; for each cause how many turns were healed,
+    For each harness, protocol and model how its turns continued; for each cause how many turns were healed,
     and how many began a new training row that reads old tokens again; and the worst sessions.
 
     ```
@@ -100,10 +100,11 @@ def _show(found: Drift, top: int) -> None:
 
 
 def _clients_table(clients: Sequence[ClientDrift]) -> Table:
-    table = _table("protocol", "model", numbers=("turns", *CONTINUITIES, "drifted", "repeated"))
+    table = _table("harness", "protocol", "model", numbers=("turns", *CONTINUITIES, "drifted", "repeated"))
     for entry in clients:
         drifted = entry.cost.num_healed + entry.cost.num_broken
         table.add_row(
+            entry.client.harness or "?",
             entry.client.protocol,
             entry.client.model,
             f"{entry.num_turns:,}",

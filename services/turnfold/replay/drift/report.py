@@ -56,6 +56,7 @@ class Client(msgspec.Struct, frozen=True, order=True):
 
     protocol: str
     model: str
+    harness: str = ""
 
 
 class ClientDrift(msgspec.Struct, kw_only=True):
@@ -124,7 +125,7 @@ class Drift:
                 self._open.pop(event.rollout_id, None)
 
     def clients(self) -> list[ClientDrift]:
-        """By protocol and model."""
+        """By protocol, model and harness."""
         return [self._clients[client] for client in sorted(self._clients)]
 
     def causes(self) -> list[tuple[str, Cost]]:
@@ -144,7 +145,8 @@ class Drift:
 
     def _add_turn(self, turn: TurnCompleted, rollout: _Rollout) -> None:
         self.num_turns += 1
-        client = Client(turn.protocol or "?", turn.model or rollout.model or "?")
+        model = turn.model or rollout.model or "?"
+        client = Client(turn.protocol or "?", model, turn.harness)
         entry = self._clients.setdefault(client, ClientDrift(client=client))
         entry.num_turns += 1
         entry.continuities[turn.continuity] += 1

@@ -13,7 +13,13 @@ from starlette.responses import Response, StreamingResponse
 from turnfold.gateway import keys, metrics
 from turnfold.gateway.calls import Answer, ModelCall
 from turnfold.gateway.http.errors import error_response, refusal_of, request_id_headers
-from turnfold.gateway.http.requests import api_key, is_retry, read_body, until_disconnected
+from turnfold.gateway.http.requests import (
+    api_key,
+    harness,
+    is_retry,
+    read_body,
+    until_disconnected,
+)
 from turnfold.gateway.keys import SessionKey
 from turnfold.gateway.protocols.protocol import CountingProtocol, ModelProtocol
 from turnfold.gateway.refusals import Refusal
@@ -61,6 +67,7 @@ class ModelEndpoints:
             key=self.session_key(request),
             idempotency_key=request.headers.get("idempotency-key", ""),
             is_retry=is_retry(request),
+            harness=harness(request),
         )
 
     async def _model_call(self, request: Request, protocol: ModelProtocol) -> Response:

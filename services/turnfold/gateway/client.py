@@ -60,6 +60,8 @@ class EventLog:
         async with AsyncExitStack() as opened:
             self._producer = await opened.enter_async_context(Producer(self.bootstrap))
             self._tail = await opened.enter_async_context(Reader(self.bootstrap))
+            # A question on the tail's connection would wait behind its fetch, which waits for news.
+            self._ends = await opened.enter_async_context(Reader(self.bootstrap))
             pairs = [(self.topic, part) for part in await self._tail.partitions(self.topic)]
             ends = await self._tail.end_offsets(pairs)
             await self._tail.assign(ends)
@@ -140,7 +142,7 @@ class EventLog:
         pair = (self.topic, partition)
         try:
             async with asyncio.timeout(10):
-                end = (await self._tail.end_offsets([pair]))[pair]
+                end = (await self._ends.end_offsets([pair]))[pair]
                 async with self._moved:
                     await self._moved.wait_for(lambda: self._positions[partition] >= end)
         except (KafkaError, OSError, TimeoutError) as error:

@@ -268,6 +268,7 @@ def draw_rewards(rewards: list[float], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o")
     axes.set(xlabel="batch", ylabel="mean reward", ylim=(0, 1), title="turnfold demo")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

@@ -11,17 +11,24 @@ import asyncio
 import logging
 import time
 
-from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
+from aiokafka.errors import KafkaError
 
 from turnfold.assembler import metrics
 from turnfold.assembler.cut import Wait, decide, is_too_early, strands_running
 from turnfold.assembler.groups import GroupsState, TopicName, summary
 from turnfold.assembler.settings import Settings
-from turnfold.log.client import BrokerUnavailable, Producer, Reader, Record, dead_letter
+from turnfold.log.client import (
+    FENCED,
+    BrokerUnavailable,
+    Producer,
+    Reader,
+    Record,
+    Replaced,
+    dead_letter,
+)
 from turnfold.log.service import Health
 from turnfold.schemas import codec
 from turnfold.schemas.batches import BatchCut, Decision
-from turnfold.schemas.errors import UserError
 from turnfold.schemas.policies import PolicyEvent, PolicyPublished
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -30,10 +37,6 @@ from turnfold.schemas.trajectories import Trajectory
 log = logging.getLogger("turnfold.assembler")
 
 _MAX_RECORDS = 500
-
-
-class Replaced(UserError):
-    """Another assembler of the same run has started."""
 
 
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
@@ -49,7 +52,7 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
             Reader(settings.bootstrap, group=name) as reader,
         ):
             await _Assembler(settings, config, producer, reader, name).run(health, stop)
-    except (ProducerFenced, InvalidProducerEpoch) as error:
+    except FENCED as error:
         raise Replaced(
             f"another assembler of run {config.run_id!r} has taken over, so this one ends; "
             "run one assembler a run"

@@ -7,7 +7,7 @@ import logging
 import time
 
 import msgspec
-from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
+from aiokafka.errors import KafkaError
 
 from turnfold.dispatcher.client import Dataset, DatasetError, open_dataset
 from turnfold.dispatcher.plan import (
@@ -20,11 +20,10 @@ from turnfold.dispatcher.plan import (
     task_id,
 )
 from turnfold.dispatcher.settings import Settings
-from turnfold.log.client import BrokerUnavailable, Producer, Reader, Record
+from turnfold.log.client import FENCED, BrokerUnavailable, Producer, Reader, Record, Replaced
 from turnfold.log.service import Health
 from turnfold.schemas import codec
 from turnfold.schemas.batches import Decision
-from turnfold.schemas.errors import UserError
 from turnfold.schemas.policies import PolicyEvent
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -32,10 +31,6 @@ from turnfold.schemas.tasks import Task
 log = logging.getLogger("turnfold.dispatcher")
 
 _MAX_TASKS_PER_TRANSACTION = 64
-
-
-class Replaced(UserError):
-    """Another dispatcher of the same run has started."""
 
 
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
@@ -53,7 +48,7 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
             Reader(settings.bootstrap) as reader,
         ):
             await _Dispatcher(settings, config, dataset, producer, reader).run(health, stop)
-    except (ProducerFenced, InvalidProducerEpoch) as error:
+    except FENCED as error:
         raise Replaced(
             f"another dispatcher of run {config.run_id!r} has taken over, so this one ends; "
             "run one dispatcher a run"

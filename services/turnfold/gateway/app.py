@@ -7,8 +7,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from turnfold.gateway.parsing.replies import ReplyFormat
 from turnfold.gateway.settings import DEV_SECRET, Settings
 from turnfold.gateway.turns.pinning import compile_pins
 from turnfold.history.errors import RenderError
-from turnfold.log.service import Health, run_service
+from turnfold.log.service import Health, InnerServer, run_service
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.messages import ChatMessage
 from turnfold.schemas.settings import SettingsError, load
@@ -113,7 +113,7 @@ async def serve(
 ) -> None:
     """Serve on the socket until `stop` is set. Raises BrokerUnavailable and MissingTopic."""
     async with open_gateway(settings, model, reply_format) as gateway:
-        server = _Server(
+        server = InnerServer(
             uvicorn.Config(
                 create_app(gateway),
                 log_level="warning",
@@ -144,11 +144,3 @@ def _write_ready_file(path: Path | None, base_url: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"base_url": base_url, "pid": os.getpid()}))
     partial.replace(path)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside our own loop; signals stay ours."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

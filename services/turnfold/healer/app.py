@@ -20,7 +20,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 
 import msgspec
-from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
+from aiokafka.errors import KafkaError
 
 from turnfold.healer import metrics
 from turnfold.healer.deadlines import Deadlines
@@ -37,25 +37,22 @@ from turnfold.healer.partition import (
 from turnfold.healer.records import trajectory_record
 from turnfold.healer.settings import Settings
 from turnfold.log.client import (
+    FENCED,
     BrokerUnavailable,
     MissingTopic,
     Producer,
     Reader,
     Record,
+    Replaced,
     dead_letter,
 )
 from turnfold.log.service import Health
-from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import RolloutAborted
 from turnfold.schemas.trajectories import Trajectory
 
 log = logging.getLogger("turnfold.healer")
 
 _RETRY_S = 2.0
-
-
-class Replaced(UserError):
-    """Another healer owns the partition now."""
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -158,7 +155,7 @@ class PartitionHealer:
             self.is_caught_up = False
             try:
                 await self._heal(stop)
-            except (ProducerFenced, InvalidProducerEpoch) as error:
+            except FENCED as error:
                 raise Replaced(
                     f"another healer of {self.topic}/{self.partition} has taken over, so this one "
                     "ends; run one healer for a partition (TURNFOLD_PARTITIONS)"

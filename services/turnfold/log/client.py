@@ -17,9 +17,11 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
+    InvalidProducerEpoch,
     KafkaConnectionError,
     KafkaError,
     NodeNotReadyError,
+    ProducerFenced,
     TopicAlreadyExistsError,
     for_code,
 )
@@ -54,6 +56,14 @@ class MissingTopic(UserError):
 
     def __init__(self, topic: str) -> None:
         super().__init__(f"topic {topic} does not exist: run `turnfold topics create` first")
+
+
+FENCED = (ProducerFenced, InvalidProducerEpoch)
+"""What a transactional producer raises when a newer one has taken its name."""
+
+
+class Replaced(UserError):
+    """Another process does the work of this one; the text says which to run once."""
 
 
 class Ack(msgspec.Struct, frozen=True):

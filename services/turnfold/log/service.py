@@ -83,7 +83,10 @@ async def _run(name: str, body: Body, health_port: int | None) -> None:
     if health_port is None:
         await body(health, stop)
         return
-    server = _HealthServer(health_app(health), health_port)
+    config = uvicorn.Config(
+        health_app(health), host="0.0.0.0", port=health_port, log_level="warning", lifespan="off"
+    )
+    server = InnerServer(config)
     serving = asyncio.create_task(server.serve())
     try:
         await body(health, stop)
@@ -118,13 +121,8 @@ def health_app(health: Health) -> Starlette:
     )
 
 
-class _HealthServer(uvicorn.Server):
+class InnerServer(uvicorn.Server):
     """uvicorn inside our own loop; signals stay ours."""
-
-    def __init__(self, app: Starlette, port: int) -> None:
-        super().__init__(
-            uvicorn.Config(app, host="0.0.0.0", port=port, log_level="warning", lifespan="off")
-        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

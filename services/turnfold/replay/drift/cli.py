@@ -100,7 +100,9 @@ def _show(found: Drift, top: int) -> None:
 
 
 def _clients_table(clients: Sequence[ClientDrift]) -> Table:
-    table = _table("harness", "protocol", "model", numbers=("turns", *CONTINUITIES, "drifted", "repeated"))
+    table = _table(
+        "harness", "protocol", "model", numbers=("turns", *CONTINUITIES, "drifted", "repeated")
+    )
     for entry in clients:
         drifted = entry.cost.num_healed + entry.cost.num_broken
         table.add_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from turnfold.gateway.calls import CallParams
@@ -51,13 +51,22 @@ class EngineError(Exception):
         return self.reason in ("engine_unavailable", "engine_error", "aborted")
 
 
+OnTokens = Callable[[Sequence[int]], None]
+
+
 class Engines(Protocol):
     """One or more replicas of one model behind one kind of server."""
 
     urls: Sequence[str]
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample. Raises EngineError. Cancelling it aborts the request at the engine."""
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+    ) -> Generation:
+        """Sample. Raises EngineError. Cancelling it aborts the request at the engine.
+
+        `on_tokens` is told each piece of the output as it is sampled, on the event loop; together
+        the pieces are the start of `output_ids`. Without it the engine need not stream.
+        """
 
     async def max_context_tokens(self) -> int | None:
         """Limit of prompt plus output, the smallest of all replicas; None when none says."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from turnfold.gateway.http.app import create_app, open_gateway
 from turnfold.gateway.parsing.detection import UnknownFormat, reply_format_of
 from turnfold.gateway.parsing.replies import ReplyFormat
 from turnfold.gateway.settings import DEV_SECRET, Settings
+from turnfold.gateway.tracing import exported_spans
 from turnfold.gateway.turns.pinning import compile_pins
 from turnfold.history.errors import RenderError
 from turnfold.log.service import Health, InnerServer, run_service
@@ -40,15 +42,16 @@ def serve_gateway(
         sys.exit(f"turnfold gateway: {error}")
 
     async def body(health: Health, stop: asyncio.Event) -> None:
-        await serve(
-            settings,
-            model,
-            reply_format,
-            listening,
-            health=health,
-            stop=stop,
-            ready_file=ready_file,
-        )
+        with exported_spans(environment):
+            await serve(
+                settings,
+                model,
+                reply_format,
+                listening,
+                health=health,
+                stop=stop,
+                ready_file=ready_file,
+            )
 
     run_service("gateway", body, health_port=settings.health_port, log_level=settings.log_level)
 
@@ -69,7 +72,24 @@ def gateway_settings(
         settings = msgspec.structs.replace(settings, **{name: DEV_SECRET})
     if not settings.engines:
         raise SettingsError("TURNFOLD_ENGINES is empty: name at least one engine")
+    check_tls(settings)
     return settings
+
+
+def check_tls(settings: Settings) -> None:
+    """Raises SettingsError when the certificate and key do not serve."""
+    if settings.tls_key and not settings.tls_certificate:
+        raise SettingsError("TURNFOLD_TLS_KEY is set and TURNFOLD_TLS_CERTIFICATE is not")
+    if not settings.tls_certificate:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key or None, "")
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsError(
+            f"TURNFOLD_TLS_CERTIFICATE={settings.tls_certificate!r}: expected a PEM certificate "
+            f"and its key: {error}"
+        ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -119,13 +139,16 @@ async def serve(
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                ssl_certfile=settings.tls_certificate or None,
+                ssl_keyfile=settings.tls_key or None,
                 timeout_keep_alive=60,
                 timeout_graceful_shutdown=int(settings.drain_s),
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         stopping = asyncio.create_task(stop.wait())
-        base_url = f"http://{settings.host}:{listening.getsockname()[1]}"
+        scheme = "https" if settings.tls_certificate else "http"
+        base_url = f"{scheme}://{settings.host}:{listening.getsockname()[1]}"
         _write_ready_file(ready_file, base_url)
         health.ready(f"serving at {base_url}")
         following = gateway.store.events.following

@@ -6,7 +6,7 @@ from typing import Literal
 
 Kind = Literal[
     "invalid_request", "authentication", "permission", "not_found", "conflict", "too_large",
-    "unavailable", "bad_gateway", "internal",
+    "rate_limited", "unavailable", "bad_gateway", "internal",
 ]  # fmt: skip
 
 STATUS: dict[Kind, int] = {
@@ -16,6 +16,7 @@ STATUS: dict[Kind, int] = {
     "not_found": 404,
     "conflict": 409,
     "too_large": 413,
+    "rate_limited": 429,
     "internal": 500,
     "bad_gateway": 502,
     "unavailable": 503,
@@ -38,6 +39,7 @@ class Refusal(Exception):
         code: str | None = None,
         param: str | None = None,
         is_retriable: bool = False,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.kind: Kind = kind
@@ -45,6 +47,7 @@ class Refusal(Exception):
         self.code = code
         self.param = param
         self.is_retriable = is_retriable
+        self.retry_after_s = retry_after_s
 
     @property
     def status(self) -> int:

@@ -40,6 +40,14 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Longest wait for one reply of an engine."""
     max_body_bytes: int = 64 * 1024 * 1024
     """Largest request body."""
+    calls_per_minute: int = 0
+    """Calls that one session may make within a minute; 0 is no limit."""
+    calls_at_once: int = 64
+    """Calls of one session that may wait for an answer at a time; 0 is no limit."""
+    tls_certificate: str = ""
+    """PEM file with the certificate chain; with it the gateway speaks HTTPS."""
+    tls_key: str = ""
+    """PEM file with the private key of the certificate; needed when it is not in the same file."""
     max_rollouts: int = 2000
     """Rollouts held in memory; others are read back from the log when they call."""
     stream_keepalive_s: float = 10.0

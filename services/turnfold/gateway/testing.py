@@ -164,7 +164,8 @@ async def running_gateway(settings: Settings) -> AsyncIterator[str]:
             if serving.done():
                 await serving
             await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        scheme = "https" if settings.tls_certificate else "http"
+        yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         stop.set()
         await serving

@@ -126,6 +126,7 @@ def create_app(gateway: Gateway) -> Starlette:
         routes += [Route(f"{prefix}/{path}", posted[path], methods=["POST"]) for path in posted]
         routes += [
             Route(f"{prefix}/models", http.list_models),
+            Route(f"{prefix}/models/{{model:path}}", http.show_model),
             Route(f"{prefix}/rollouts", http.start, methods=["POST"]),
             Route(rollout, http.inspect),
             Route(f"{rollout}/finish", http.finish, methods=["POST"]),
@@ -165,7 +166,15 @@ class _Http:
     async def list_models(self, request: Request) -> Response:
         """One list for both kinds of SDKs: OpenAI's names and, after them, Anthropic's."""
         name = self.gateway.model_name
-        model = {
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return _json({"object": "list", "data": [await self._model(name)], **page})
+
+    async def show_model(self, request: Request) -> Response:
+        """The model under whatever name is asked for, as a call may give it any name."""
+        return _json(await self._model(request.path_params["model"]))
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        return {
             "id": name,
             "object": "model",
             "created": 0,
@@ -175,8 +184,6 @@ class _Http:
             "display_name": name,
             "created_at": "1970-01-01T00:00:00Z",
         }
-        page = {"has_more": False, "first_id": name, "last_id": name}
-        return _json({"object": "list", "data": [model], **page})
 
     async def start(self, request: Request) -> Response:
         async def work(body: StartRollout) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 
 from starlette.requests import ClientDisconnect
@@ -52,4 +53,6 @@ def error_response(body: bytes, refusal: Refusal, request_id: str) -> Response:
         **request_id_headers(request_id),
         "x-should-retry": "true" if refusal.is_retriable else "false",
     }
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
     return Response(body, refusal.status, headers, media_type="application/json")

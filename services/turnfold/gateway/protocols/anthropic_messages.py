@@ -38,6 +38,7 @@ _ERROR_TYPES: dict[Kind, str] = {
     "not_found": "not_found_error",
     "conflict": "conflict_error",
     "too_large": "request_too_large",
+    "rate_limited": "rate_limit_error",
     "bad_gateway": "api_error",
     "unavailable": "overloaded_error",
     "internal": "api_error",

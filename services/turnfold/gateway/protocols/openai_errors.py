@@ -13,6 +13,7 @@ _TYPES: dict[Kind, str] = {
     "not_found": "invalid_request_error",
     "conflict": "invalid_request_error",
     "too_large": "invalid_request_error",
+    "rate_limited": "rate_limit_error",
     "bad_gateway": "server_error",
     "unavailable": "server_error",
     "internal": "server_error",

@@ -1,0 +1,83 @@
+"""OpenTelemetry spans from a model call to its event in the log.
+
+    model_call                  one for each request of an agent; continues the agent's own trace
+      plan_prompt               history matched, template rendered, tokens healed
+      engine.generate           the wait for the engine, which gets the trace in `traceparent`
+      parse_reply
+      log.append                the wait for the log
+
+Without an endpoint in the environment spans cost next to nothing and go nowhere. No span holds text
+of a conversation or a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind
+
+from turnfold.schemas.errors import UserError
+
+tracer = trace.get_tracer("turnfold.gateway")
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class TracingUnavailable(UserError):
+    """An endpoint is set and the packages that send spans are not installed."""
+
+
+@contextmanager
+def exported_spans(environment: Mapping[str, str]) -> Iterator[None]:
+    """Send spans by OTLP while inside, if the environment names an endpoint.
+
+    Raises TracingUnavailable. OTEL_* variables mean what OpenTelemetry says they mean.
+    """
+    if not any(environment.get(name) for name in ENDPOINTS):
+        yield
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise TracingUnavailable(
+            f"{' or '.join(ENDPOINTS)} is set and {error.name} is not installed: "
+            "pip install 'turnfold[tracing]'"
+        ) from error
+    name = environment.get("OTEL_SERVICE_NAME", "turnfold-gateway")
+    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    try:
+        yield
+    finally:
+        provider.shutdown()
+
+
+def continued_trace(headers: Mapping[str, str]) -> Context:
+    """The trace that the caller's headers speak of; a new one when they speak of none."""
+    return propagate.extract(headers)
+
+
+def trace_headers() -> dict[str, str]:
+    """Headers that let whom we call continue the current trace; none when nobody follows it."""
+    headers: dict[str, str] = {}
+    propagate.inject(headers)
+    return headers
+
+
+@contextmanager
+def call_span(protocol: str, request_id: str, parent: Context) -> Iterator[Span]:
+    """The span of one request of an agent."""
+    with tracer.start_as_current_span(
+        "model_call",
+        context=parent,
+        kind=SpanKind.SERVER,
+        attributes={"turnfold.protocol": protocol, "turnfold.request_id": request_id},
+    ) as span:
+        yield span

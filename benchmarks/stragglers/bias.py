@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from turnfold.replay.stragglers.bias import ks_distance
+
 Lengths = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
@@ -67,15 +69,6 @@ def measure(
         trained_share_hardest=float(trained_NG[rank_N >= int(0.95 * len(rank_N))].mean()),
         task_p=(1 + chi2_extreme) / (1 + permutations),
     )
-
-
-def ks_distance(trained_NG: Mask, order: npt.NDArray[np.int64]) -> float:
-    """Two-sample Kolmogorov-Smirnov distance, trained against all, in the given order."""
-    cumulative = np.cumsum(trained_NG.ravel()[order], dtype=np.int64)
-    if cumulative[-1] == 0:
-        return 1.0
-    expected = np.arange(1, len(order) + 1) / len(order)
-    return float(np.abs(cumulative / cumulative[-1] - expected).max())
 
 
 def shares_by_length(trained_NG: Mask, order: npt.NDArray[np.int64]) -> tuple[float, ...]:

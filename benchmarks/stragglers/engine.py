@@ -159,17 +159,21 @@ class Simulation:
         return group
 
     def close(self, group: SimGroup, fate: str) -> None:
-        """Decide on a group; what still runs of it runs on, as it does for agents."""
+        """Decide on a group; what still runs of it runs on."""
         group.fate, group.decided_at = fate, self.now
 
-    def cancel(self, group: SimGroup) -> None:
-        """Stop what runs of a group and give its slots to others."""
+    def cancel(self, group: SimGroup, fate: str = "cancelled") -> None:
+        """Decide on a group, and stop what runs of it."""
+        self.close(group, fate)
+        self.stop(group)
+
+    def stop(self, group: SimGroup) -> None:
+        """Give the slots of what still runs of a group to others."""
         for slot, outcome in enumerate(group.outcomes):
             if outcome is None:
                 group.outcomes[slot] = "cancelled"
                 if group.versions[slot] is not None:
                     self._num_running -= 1
-        self.close(group, "cancelled")
         self._fill_slots()
 
     def train(self, groups: list[SimGroup], trained: list[tuple[int, ...]]) -> None:

@@ -20,9 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from turnfold.assembler.cut import Wait, decide
-from turnfold.assembler.groups import GroupsState, RolloutSummary, summary
+from turnfold.assembler.checkpoint import checkpoint_text
+from turnfold.assembler.cut import Wait, decide, decide_early, strands_running
+from turnfold.assembler.groups import GroupsState
+from turnfold.assembler.rollouts import RolloutSummary, summary
 from turnfold.schemas import codec
+from turnfold.schemas.batches import BatchCut
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
 from turnfold.schemas.testing import row, trajectory
@@ -32,7 +35,10 @@ GROUP_SIZE = 8
 NUM_PARTITIONS = 4
 RECORDS_PER_POLL = 500
 """The app decides once after each poll."""
-CONFIG = RunConfig(run_id="scale", group_size=GROUP_SIZE, groups_per_batch=64, on_stale="train")
+CONFIG = RunConfig(
+    run_id="scale", group_size=GROUP_SIZE, groups_per_batch=64, max_staleness=100_000
+)
+"""Nothing gets stale, and all that is kept for staleness is kept."""
 
 
 class Stopwatch:
@@ -108,14 +114,24 @@ def measure(num_groups: int, num_tokens: int) -> dict[str, object]:
         with first:
             state.add_rollout(made)
     in_flight_mb = resident_mb() - before_mb
+    checkpoint = Stopwatch()
+    with checkpoint:
+        checkpoint_text(state, 0)
     num_first = num_groups * (GROUP_SIZE - 1)
-    num_batches = 0
+    num_batches, num_put_off, putting_off = 0, 0, Stopwatch()
     for number, made in enumerate(
         rollouts(num_groups, range(GROUP_SIZE - 1, GROUP_SIZE), num_first)
     ):
         with last:
             state.add_rollout(made)
         if number % RECORDS_PER_POLL == 0:
+            with deciding:
+                decision = decide(state, CONFIG, 1000.0)
+            if isinstance(decision, BatchCut):
+                with putting_off:  # what each poll costs while a cut is put off
+                    strands_running(state, decision, 1000.0)
+                    decide_early(state, CONFIG, 1000.0)
+                num_put_off += 1
             with deciding:
                 num_batches += decide_all(state)
     decoding_us = us_to_decode(num_tokens)
@@ -129,6 +145,8 @@ def measure(num_groups: int, num_tokens: int) -> dict[str, object]:
         "us_per_trajectory_that_completes_a_group": round(1e6 * last.seconds / num_groups, 2),
         "batches": num_batches,
         "ms_per_batch_cut": round(1e3 * deciding.seconds / max(1, num_batches), 2),
+        "us_to_put_a_cut_off": round(1e6 * putting_off.seconds / max(1, num_put_off), 1),
+        "ms_per_checkpoint": round(1e3 * checkpoint.seconds, 1),
         "us_per_trajectory_in_all": round(
             1e6 * (first.seconds + last.seconds + deciding.seconds) / (num_first + num_groups), 2
         ),

@@ -6,8 +6,17 @@ from dataclasses import dataclass, field
 
 from engine import SimGroup, Simulation
 
-from turnfold.assembler.cut import Wait, decide, is_too_early, staleness, strands_running, survivors
-from turnfold.assembler.groups import GroupsState, RolloutSummary
+from turnfold.assembler.cut import (
+    Wait,
+    decide,
+    decide_early,
+    is_too_early,
+    staleness,
+    strands_running,
+    survivors,
+)
+from turnfold.assembler.groups import GroupsState
+from turnfold.assembler.rollouts import RolloutSummary
 from turnfold.dispatcher.plan import DispatchState, Limits, next_slots
 from turnfold.schemas.batches import BatchCut, Decision
 from turnfold.schemas.policies import PolicyServed
@@ -53,7 +62,9 @@ class Turnfold:
     def rollout_ended(self, sim: Simulation, group: SimGroup, slot: int) -> None:
         num_complete = self.assembler.num_complete
         self.assembler.add_rollout(self._summary(sim, group, slot))
-        if self.assembler.num_complete > num_complete and self._may_decide(sim, group):
+        is_complete = self.assembler.num_complete > num_complete
+        is_doomed = self.assembler.doomed() is not None
+        if is_doomed or (is_complete and self._may_decide(sim, group)):
             self._decide(sim)
 
     def group_timed_out(self, sim: Simulation, group: SimGroup) -> None:
@@ -91,10 +102,9 @@ class Turnfold:
     def _next_decision(self, sim: Simulation) -> Decision | None:
         """The next decision that is due."""
         decision = decide(self.assembler, self.config, sim.now)
-        if isinstance(decision, Wait):
-            return None
-        if isinstance(decision, BatchCut) and self._had_better_wait(sim, decision):
-            return None
+        is_put_off = isinstance(decision, BatchCut) and self._had_better_wait(sim, decision)
+        if isinstance(decision, Wait) or is_put_off:
+            return decide_early(self.assembler, self.config, sim.now)
         return decision
 
     def _had_better_wait(self, sim: Simulation, cut: BatchCut) -> bool:
@@ -105,11 +115,13 @@ class Turnfold:
     def _apply(self, sim: Simulation, decision: Decision) -> None:
         if not isinstance(decision, BatchCut):
             self.decided[decision.group_id] = decision.reason
-            sim.close(self._by_id.pop(decision.group_id), decision.reason)
+            sim.cancel(self._by_id.pop(decision.group_id), decision.reason)
             return
         self.decided.update((group.group_id, "trained") for group in decision.groups)
         groups = [self._by_id.pop(ref.group_id) for ref in decision.groups]
         sim.train(groups, [tuple(ref.index for ref in group.rollouts) for group in decision.groups])
+        for group in groups:  # the worker stops what a group without them no longer needs
+            sim.stop(group)
 
     def _dispatch(self, sim: Simulation) -> None:
         for slot in next_slots(self.dispatcher, self.num_tasks, self._limits):

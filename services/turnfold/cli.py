@@ -17,6 +17,7 @@ from turnfold.embedded.broker.cli import broker
 from turnfold.embedded.demo.cli import demo
 from turnfold.embedded.inference.cli import inference
 from turnfold.embedded.tiny.cli import tiny_model
+from turnfold.embedded.tryout.cli import try_agent
 from turnfold.gateway.cli import gateway, relay
 from turnfold.healer.cli import healer
 from turnfold.replay.cli import (
@@ -33,6 +34,8 @@ from turnfold.replay.cli import (
     topics_create,
 )
 from turnfold.replay.drift.cli import drift
+from turnfold.replay.evals.cli import evals
+from turnfold.replay.stragglers.cli import stragglers
 from turnfold.schemas.errors import UserError
 from turnfold.trainer.cli import train
 
@@ -53,6 +56,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("demo", rich_help_panel=_LOCAL)(demo)
+app.command("try", rich_help_panel=_LOCAL)(try_agent)
 app.command("broker", rich_help_panel=_LOCAL)(broker)
 app.command("inference", rich_help_panel=_LOCAL)(inference)
 app.command("tiny-model", rich_help_panel=_LOCAL)(tiny_model)
@@ -70,6 +74,8 @@ app.command("refold", rich_help_panel=_LOG)(refold)
 app.command("diff", rich_help_panel=_LOG)(diff)
 app.command("ledger", rich_help_panel=_LOG)(ledger)
 app.command("drift", rich_help_panel=_LOG)(drift)
+app.command("stragglers", rich_help_panel=_LOG)(stragglers)
+app.command("evals", rich_help_panel=_LOG)(evals)
 app.command("export", rich_help_panel=_LOG)(log_export)
 app.command("import", rich_help_panel=_LOG)(log_import)
 app.command("doctor", rich_help_panel=_LOG)(doctor)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 import turnfold
 from turnfold.assembler.app import Replaced, run
+from turnfold.assembler.app import _Assembler as AppAssembler
+from turnfold.assembler.checkpoint import read_checkpoint
 from turnfold.assembler.cut import decide
 from turnfold.assembler.groups import GroupsState, summary
 from turnfold.assembler.settings import Settings
@@ -23,17 +26,25 @@ from turnfold.embedded.broker.testing import BrokerProcess
 from turnfold.log.client import (
     BrokerUnavailable,
     Producer,
+    Reader,
     Record,
     create_topics,
     reader_from_start,
 )
 from turnfold.log.service import Health
 from turnfold.schemas import codec
-from turnfold.schemas.batches import BatchCut, Decision, Positions
+from turnfold.schemas.batches import (
+    BatchCut,
+    Decision,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+    Positions,
+)
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.policies import PolicyPublished
 from turnfold.schemas.run import RunConfig
-from turnfold.schemas.tasks import Task
+from turnfold.schemas.tasks import Evaluation, Task
 from turnfold.schemas.testing import task, trajectory
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.trajectories import Trajectory
@@ -72,6 +83,25 @@ class Bench:
                 ended = trajectory(f"{name}-{index:02d}", group_id=name, index=index)
                 await self.producer.send(self.topics.trajectories, key=name, message=ended)
             self.num_groups += 1
+
+    async def evaluation(self, cursor: int, *rewards: float) -> None:
+        """One task of a round of two at version 0, and the ends of its rollouts."""
+        name = f"eval-{cursor}"
+        fields: dict[str, Any] = {"split": "eval", "dispatch_index": cursor}
+        sent = task(
+            name,
+            n=len(rewards),
+            cursor=cursor,
+            dispatched_at=1e12,
+            evaluation=Evaluation(version=0, num_tasks=2),
+            **fields,
+        )
+        await self.producer.send(self.topics.tasks, key=name, message=sent)
+        for index, reward in enumerate(rewards):
+            ended = trajectory(
+                f"{name}-{index:02d}", group_id=name, index=index, reward=reward, **fields
+            )
+            await self.producer.send(self.topics.trajectories, key=name, message=ended)
 
     def start(self, config: RunConfig = CONFIG, **options: Any) -> Assembler:
         return Assembler(msgspec.structs.replace(self.settings, **options), config)
@@ -204,6 +234,85 @@ def advance(
             ended = codec.decode(Trajectory, record.value)
             digest = codec.digest(ended)
             state.add_rollout(summary(ended, record.partition, record.offset, digest))
+
+
+async def test_evaluations_are_scored_beside_the_batches_and_over_a_restart(bench: Bench) -> None:
+    """The cut of g000 and g001 is held back: nobody needs a second batch yet."""
+    assembler = bench.start(max_batches_ahead=0)
+    await bench.groups(4)
+    await bench.evaluation(0, 1.0, 0.0)
+    first = await bench.wait_for_batches(2)
+    assert sorted(type(decision).__name__ for decision in first) == ["BatchCut", "GroupEvaluated"]
+    await assembler.kill()
+    await bench.evaluation(1, 1.0)
+    assembler = bench.start(max_batches_ahead=0)
+    *_, scored, completed = await bench.wait_for_batches(4)
+    await assembler.stop()
+    assert isinstance(scored, GroupEvaluated)
+    assert isinstance(completed, EvaluationCompleted)
+    assert (completed.num_tasks, completed.num_rollouts) == (2, 3)
+    assert (completed.mean_reward, completed.pass_at) == (0.75, {1: 0.75})
+    assert len(await bench.decisions()) == 4
+
+
+async def test_a_group_that_cannot_survive_is_dropped_while_it_still_runs(bench: Bench) -> None:
+    assembler = bench.start()
+    sent = task("doomed", n=2, dispatched_at=1e12)
+    await bench.producer.send(bench.topics.tasks, key="doomed", message=sent)
+    failed = trajectory("doomed-00", group_id="doomed", rows=(), reward=None, reason="agent_error")
+    await bench.producer.send(bench.topics.trajectories, key="doomed", message=failed)
+    (dropped,) = await bench.wait_for_batches(1)
+    await assembler.stop()
+    assert isinstance(dropped, GroupDropped)
+    assert (dropped.reason, dropped.is_early) == ("too_few_survivors", True)
+
+
+async def test_a_restart_reads_no_trajectory_below_its_checkpoint(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnfold.assembler.app._CHECKPOINT_EVERY", 1)
+    assembler = bench.start()
+    await bench.groups(4)
+    await bench.wait_for_batches(2)
+    await assembler.stop()
+    name = f"{bench.settings.namespace}-assembler-default"
+    async with Reader(bench.settings.bootstrap, group=name) as reader:
+        found = await reader.committed(bench.topics.batches, 0)
+    assert found is not None
+    checkpoint = read_checkpoint(found[1])
+    assert checkpoint is not None
+    assert (checkpoint.num_decided, sum(checkpoint.positions.tasks.values())) == (4, 4)
+
+    folded: list[str] = []
+    taken = AppAssembler._take
+
+    def noted(self: Any, record: Record) -> Any:
+        folded.append(record.topic)
+        return taken(self, record)
+
+    monkeypatch.setattr(AppAssembler, "_take", noted)
+    assembler = bench.start()
+    await assembler.ready()
+    assert bench.topics.trajectories not in folded
+    assert bench.topics.tasks not in folded
+    await bench.groups(2)
+    cuts = await bench.wait_for_batches(3)
+    await assembler.stop()
+    assert [group.group_id for group in cuts[-1].groups] == ["g004", "g005"]
+    totals = [sum(cut.positions.trajectories.values()) for cut in cuts]
+    assert totals[-1] == totals[-2] + 4
+
+
+async def test_who_is_waited_for_is_said_on_the_health_endpoint(bench: Bench) -> None:
+    assembler = bench.start()
+    sent = task("slow", n=2, dispatched_at=time.time() - 312.0)
+    await bench.producer.send(bench.topics.tasks, key="slow", message=sent)
+
+    async def is_named() -> bool:
+        return "waiting for group slow, dispatched 31" in assembler.health.detail
+
+    await eventually(is_named)
+    await assembler.stop()
 
 
 async def test_of_two_assemblers_the_newer_one_goes_on_and_the_older_one_ends(

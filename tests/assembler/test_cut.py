@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from turnfold.assembler import metrics
 from turnfold.assembler.cut import Wait
+from turnfold.assembler.rollouts import summary
 from turnfold.schemas import codec
 from turnfold.schemas.batches import BatchCut, GroupDropped, LeftOut
-from turnfold.schemas.testing import row
+from turnfold.schemas.testing import row, trajectory
 
 
 def groups_of(decision: Any) -> list[str]:
@@ -103,6 +105,7 @@ def test_staleness_counts_from_the_oldest_version_that_sampled_a_rollout(desk: A
     assert drop.reason == "stale"
 
 
+@pytest.mark.field_case("miles#2030")
 def test_stale_groups_are_trained_when_asked(desk: Any) -> None:
     d = desk(max_staleness=0, groups_per_batch=1, on_stale="train")
     for name in "abc":
@@ -111,6 +114,7 @@ def test_stale_groups_are_trained_when_asked(desk: Any) -> None:
     assert [groups_of(cut) for cut in d.decide_all()] == [["a"], ["b"], ["c"]]
 
 
+@pytest.mark.field_case("verl#4449")
 def test_staleness_of_zero_is_strictly_on_policy(desk: Any) -> None:
     d = desk(max_staleness=0)
     for version in range(4):
@@ -168,6 +172,7 @@ def test_a_group_of_which_nothing_was_ever_heard_is_dropped_at_its_deadline(desk
     assert reasons(drop.left_out) == {"lost-00": "not_finished", "lost-01": "not_finished"}
 
 
+@pytest.mark.field_case("NeMo RL#3238")
 def test_one_hanging_rollout_does_not_hold_its_group_for_ever(desk: Any) -> None:
     d = desk(group_size=16, groups_per_batch=1, group_timeout_s=60.0)
     d.dispatch("a")
@@ -198,6 +203,64 @@ def test_a_task_that_does_not_say_when_it_was_dispatched_has_no_deadline(desk: A
     assert d.decide() == Wait(None)
 
 
+@pytest.mark.field_case("NeMo RL#3201")
+def test_an_aborted_rollout_with_a_reward_is_neither_trained_nor_in_the_baseline(desk: Any) -> None:
+    d = desk(group_size=3, groups_per_batch=1)
+    d.dispatch("g")
+    ended = trajectory(
+        "g-00", group_id="g", index=0, status="aborted", reason="cancelled", reward=1.0
+    )
+    d.state.add_rollout(summary(ended, 1, 0, codec.digest(ended)))
+    d.finish("g", 1, reward=0.0)
+    d.finish("g", 2, reward=0.5)
+    (cut,) = d.decide_all()
+    assert [(ref.index, ref.reward) for ref in cut.groups[0].rollouts] == [(1, 0.0), (2, 0.5)]
+    assert [left.reason for left in cut.groups[0].left_out] == ["aborted:cancelled"]
+
+
+@pytest.mark.field_case("prime-rl#2674")
+def test_a_group_that_ended_early_is_as_stale_as_the_batch_that_trains_it_is_late(
+    desk: Any,
+) -> None:
+    """What counts is the batch less the version that sampled, wherever the time was spent."""
+    d = desk(groups_per_batch=1, max_staleness=10)
+    for name in "abcde":
+        d.dispatch(name)
+        d.finish_group(name, policy_version=0)
+    lags = [
+        cut.policy_version - cut.groups[0].rollouts[0].min_policy_version for cut in d.decide_all()
+    ]
+    assert lags == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.field_case("prime-rl#2812")
+def test_the_effective_staleness_of_every_trained_rollout_is_counted(desk: Any) -> None:
+    d = desk(groups_per_batch=1, max_staleness=10)
+    for name in "abc":
+        d.dispatch(name)
+        d.finish_group(name, policy_version=0)
+    before = metrics.STALENESS._sum.get()
+    for cut in d.decide_all():
+        metrics.count(cut)
+    assert metrics.STALENESS._sum.get() - before == 2 * (0 + 1 + 2)
+
+
+@pytest.mark.field_case("verl#7155")
+def test_a_late_result_of_a_group_that_was_reissued_changes_nothing(desk: Any) -> None:
+    d = desk(group_timeout_s=50.0, groups_per_batch=1)
+    d.dispatch("lost")
+    d.now += 50.0
+    (dropped,) = d.decide_all()
+    assert dropped.reason == "group_timeout"
+    d.dispatch("again", attempt=1)
+    d.finish_group("lost")
+    assert isinstance(d.decide(), Wait)
+    d.finish_group("again")
+    (cut,) = d.decide_all()
+    assert groups_of(cut) == ["again"]
+
+
+@pytest.mark.field_case("miles#1717")
 def test_a_failed_rollout_is_left_out_and_is_no_reward_of_zero(desk: Any) -> None:
     d = desk(group_size=3, groups_per_batch=1)
     d.dispatch("a")
@@ -262,6 +325,7 @@ def test_a_truncated_rollout_with_a_reward_survives(desk: Any) -> None:
     assert d.decide().num_rollouts == 2
 
 
+@pytest.mark.field_case("slime#2305")
 def test_equal_rewards_are_dropped_when_asked_and_the_batch_is_refilled(desk: Any) -> None:
     d = desk(is_zero_variance_dropped=True)
     for name in "abc":

@@ -23,7 +23,14 @@ from turnfold.embedded.broker.testing import BrokerProcess
 from turnfold.log.client import Producer, create_topics, reader_from_start
 from turnfold.log.service import Health
 from turnfold.schemas import codec
-from turnfold.schemas.batches import BatchCut, GroupDropped, GroupRef, Positions
+from turnfold.schemas.batches import (
+    BatchCut,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+    GroupRef,
+    Positions,
+)
 from turnfold.schemas.policies import PolicyServed
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -86,12 +93,53 @@ class Bench:
         )
         await self.producer.send(self.topics.batches, key="r", message=decision)
 
+    async def evaluated(self, sent: Task, *, is_retried: bool = False) -> None:
+        """The assembler has scored an evaluation task; the round is complete with its last one."""
+        assert sent.evaluation is not None
+        decision = GroupEvaluated(
+            run_id="r",
+            group_id=sent.group_id,
+            cursor=sent.cursor,
+            attempt=sent.attempt,
+            evaluation=sent.evaluation,
+            rollouts=(),
+            is_retried=is_retried,
+            positions=EMPTY,
+            at=0.0,
+            config_digest="",
+        )
+        await self.producer.send(self.topics.batches, key="r", message=decision)
+
+    async def completed(self, version: int) -> None:
+        decision = EvaluationCompleted(
+            run_id="r",
+            version=version,
+            num_tasks=3,
+            num_scored=3,
+            num_rollouts=3,
+            positions=EMPTY,
+            at=0.0,
+            config_digest="",
+        )
+        await self.producer.send(self.topics.batches, key="r", message=decision)
+
+    async def evaluations(self, count: int) -> list[Task]:
+        """The evaluation tasks, as soon as there are so many."""
+        tasks: list[Task] = []
+
+        async def enough() -> bool:
+            tasks[:] = [task for task in await self.tasks() if task.split == "eval"]
+            return len(tasks) >= count
+
+        await eventually(enough)
+        return tasks
+
     async def tasks(self) -> list[Task]:
         """Everything dispatched, in order of dispatch."""
         async with reader_from_start(self.settings.bootstrap, self.topics.tasks) as reader:
             records = [record async for record in reader.read_to_end()]
         found = [codec.decode(Task, record.value) for record in records if record.key != b"x"]
-        return sorted(found, key=lambda task: task.dispatch_index)
+        return sorted(found, key=lambda task: (task.split, task.dispatch_index))
 
     async def wait_for_tasks(self, count: int) -> list[Task]:
         async def enough() -> bool:
@@ -180,6 +228,7 @@ async def test_a_restarted_dispatcher_skips_no_task_and_doubles_none(bench: Benc
     ]
 
 
+@pytest.mark.field_case("verl#7155")
 async def test_a_lost_group_is_dispatched_again_once_even_over_a_restart(bench: Bench) -> None:
     await bench.serve(0)
     running = bench.start()
@@ -281,3 +330,62 @@ async def test_a_dispatcher_killed_with_signal_9_again_and_again_skips_and_doubl
     await running.stop()
     assert [(task.epoch, task.cursor) for task in tasks] == [(i // 5, i % 5) for i in range(8)]
     assert {task.task_id for task in tasks[:5]} == {"t0", "t1", "t2", "t3", "t4"}
+
+
+def held_out_tasks(beside: str) -> str:
+    """Three evaluation tasks in a file beside the training tasks."""
+    path = Path(beside).with_name("held_out.jsonl")
+    path.write_text("".join(json.dumps({"id": f"e{i}"}) + "\n" for i in range(3)))
+    return str(path)
+
+
+async def test_evaluation_tasks_are_sent_when_their_version_is_served_and_training_goes_on(
+    bench: Bench,
+) -> None:
+    options: dict[str, Any] = {
+        "eval_dataset": held_out_tasks(bench.settings.dataset),
+        "eval_every": 2,
+        "eval_group_size": 4,
+        "eval_temperature": 0.0,
+        "num_batches": 1,
+    }
+    running = bench.start(**options)
+    await bench.serve(0)
+    sent = await bench.evaluations(3)
+    trained = [task for task in await bench.tasks() if task.split == "train"]
+    assert [task.group_id for task in trained] == ["r-000000", "r-000001"]
+    assert [task.group_id for task in sent] == [f"r-eval-000000-0000{i}" for i in range(3)]
+    assert [(task.task_id, task.n, task.sampling.temperature) for task in sent] == [
+        ("e0", 4, 0.0),
+        ("e1", 4, 0.0),
+        ("e2", 4, 0.0),
+    ]
+    await running.kill()
+    await bench.evaluated(sent[0])
+    await bench.evaluated(sent[1], is_retried=True)
+    running = bench.start(**options)
+    retried = (await bench.evaluations(4))[-1]
+    assert (retried.group_id, retried.attempt) == ("r-eval-000000-00001-1", 1)
+    await bench.evaluated(retried)
+    await bench.evaluated(sent[2])
+    await bench.completed(0)
+    await bench.cut(1, "r-000000", "r-000001")
+    await bench.serve(1)  # the last version, though not an even one
+    final = (await bench.evaluations(7))[4:]
+    assert [task.evaluation.version for task in final if task.evaluation] == [1, 1, 1]
+    assert not running.task.done()
+    for task in final:
+        await bench.evaluated(task)
+    await bench.completed(1)
+    await running.end()
+    assert len(await bench.tasks()) == 9
+
+
+async def test_another_evaluation_data_set_is_refused_on_resume(bench: Bench) -> None:
+    await bench.serve(0)
+    running = bench.start(eval_dataset=bench.settings.dataset)
+    await bench.evaluations(5)
+    await running.stop()
+    other = held_out_tasks(bench.settings.dataset)
+    with pytest.raises(DatasetError, match=r"held_out\.jsonl is not the one that run 'r'"):
+        await bench.start(eval_dataset=other).end()

@@ -109,6 +109,7 @@ def test_what_is_missing_empty_or_unknown_is_refused(tmp_path: Path) -> None:
         open_dataset(tmp_path / "damaged.parquet")
 
 
+@pytest.mark.field_case("agent-lightning#559")
 def test_a_data_set_of_images_is_refused(tmp_path: Path) -> None:
     image = {"bytes": b"png", "path": "a.png"}
     pq.write_table(pa.Table.from_pylist([{"q": "?", "photo": image}]), tmp_path / "t.parquet")

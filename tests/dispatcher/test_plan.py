@@ -136,6 +136,7 @@ def test_the_order_wraps_into_the_next_epoch() -> None:
     assert places(run.sent) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
+@pytest.mark.field_case("OpenRLHF#1320")
 def test_three_tasks_in_batches_of_two_are_all_offered_and_then_it_ends() -> None:
     # Two batches: the last one is filled up from the next epoch, no task is left out.
     run = Run(num_rows=3, limits=Limits(epochs=1))
@@ -178,6 +179,7 @@ def test_a_lost_group_is_dispatched_again_before_new_tasks() -> None:
     assert (again.group_id, again.dispatch_index, again.cursor, again.attempt) == ("g2", 2, 0, 1)
 
 
+@pytest.mark.field_case("prime-rl#1512")
 def test_a_task_is_dispatched_at_most_max_attempts_times() -> None:
     run = Run(max_attempts=3)
     run.state.add_policy(served(0))
@@ -189,6 +191,7 @@ def test_a_task_is_dispatched_at_most_max_attempts_times() -> None:
     assert [one.attempt for one in run.sent if one.cursor == 0] == [0, 1, 2]
 
 
+@pytest.mark.field_case("miles#2030")
 @pytest.mark.parametrize("reason", ["stale", "zero_variance"])
 def test_a_group_that_ran_to_its_end_is_not_dispatched_again(reason: str) -> None:
     run = Run()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnfold.assembler.cut import Wait, decide, is_too_early
-from turnfold.assembler.groups import GroupsState, summary
+from turnfold.assembler.cut import Wait, decide, decide_early, is_too_early, strands_running
+from turnfold.assembler.groups import GroupsState
+from turnfold.assembler.rollouts import summary
 from turnfold.dispatcher.plan import DispatchState, Limits, is_done, next_slots
 from turnfold.schemas.batches import BatchCut, Decision, GroupDropped
 from turnfold.schemas.policies import PolicyServed
@@ -32,9 +35,11 @@ class Simulation:
         duration: Any,
         train_s: float,
         max_ahead: int | None = None,
+        is_held: bool = False,
     ) -> None:
         self.config, self.limits, self.duration = config, limits, duration
         self.max_ahead = max_ahead
+        self.is_held = is_held
         self.train_s = train_s
         self.dispatcher = DispatchState(config)
         self.assembler = GroupsState(config)
@@ -56,7 +61,7 @@ class Simulation:
 
     def step(self) -> None:
         wait = decide(self.assembler, self.config, self.now)
-        wait = wait if isinstance(wait, Wait) else Wait()
+        wait = wait if isinstance(wait, Wait) else Wait(self.assembler.next_deadline(self.now))
         if self.events and (wait.until is None or self.events[0][0] <= wait.until):
             self.now, _, kind, what = heapq.heappop(self.events)
             if kind == "served":
@@ -72,11 +77,7 @@ class Simulation:
         self.dispatcher.add_policy(PolicyServed(run_id="default", policy_version=version))
 
     def decide_and_dispatch(self) -> None:
-        while not isinstance(decision := decide(self.assembler, self.config, self.now), Wait):
-            if isinstance(decision, BatchCut) and is_too_early(
-                decision, self.trained, self.max_ahead
-            ):
-                break
+        while (decision := self.next_decision()) is not None:
             assert self.assembler.add_decision(decision)
             assert self.dispatcher.add_decision(decision)
             self.decisions.append(decision)
@@ -94,6 +95,7 @@ class Simulation:
                 cursor=slot.place.cursor,
                 attempt=slot.attempt,
                 dispatched_at=self.now,
+                policy_version=self.trained,
             )
             self.dispatcher.add_task(sent)
             self.assembler.add_task(sent, 0, index)
@@ -103,6 +105,20 @@ class Simulation:
                     what = (sent.group_id, number, self.trained)
                     self.push(self.now + seconds, "ended", what)
         self.outstanding_peak = max(self.outstanding_peak, len(self.dispatcher.outstanding))
+
+    def next_decision(self) -> Decision | None:
+        """As the assembler chooses it."""
+        decision = decide(self.assembler, self.config, self.now)
+        if isinstance(decision, BatchCut) and self.had_better_wait(decision):
+            decision = Wait()
+        if isinstance(decision, Wait):
+            return decide_early(self.assembler, self.config, self.now)
+        return decision
+
+    def had_better_wait(self, cut: BatchCut) -> bool:
+        if is_too_early(cut, self.trained, self.max_ahead):
+            return True
+        return self.is_held and strands_running(self.assembler, cut, self.now)
 
     def push(self, at: float, kind: str, what: Any) -> None:
         self.num_events += 1
@@ -146,6 +162,7 @@ def check_staleness(simulation: Simulation, bound: int) -> None:
             assert ref.max_policy_version <= cut.policy_version
 
 
+@pytest.mark.field_case("slime#1800")
 @given(
     seed=st.integers(0, 10_000),
     max_staleness=st.integers(0, 3),
@@ -183,6 +200,33 @@ def test_groups_that_finish_in_order_are_all_trained_whatever_the_trainers_speed
     check_staleness(simulation, max_staleness)
 
 
+@pytest.mark.field_case("verl#4449")
+@given(
+    seed=st.integers(0, 10_000),
+    train_s=st.sampled_from([0.1, 5.0, 60.0]),
+    max_ahead=st.sampled_from([None, 0, 1]),
+    is_held=st.booleans(),
+    lookahead=st.sampled_from([None, 0, 1]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_bound_of_zero_is_strictly_on_policy_in_every_run(
+    seed: int, train_s: float, max_ahead: int | None, is_held: bool, lookahead: int | None
+) -> None:
+    """Weights change under rollouts that still run: none of these may be trained."""
+    drawn = random.Random(seed)
+
+    def duration(group: int, slot: int) -> float | None:
+        return None if drawn.random() < 0.03 else 10.0 * drawn.paretovariate(1.1)
+
+    limits = Limits(num_batches=6, lookahead=lookahead)
+    simulation = Simulation(config(0), limits, duration, train_s, max_ahead, is_held)
+    simulation.run()
+    assert [cut.index for cut in simulation.cuts] == list(range(1, 7))
+    for cut in simulation.cuts:
+        for ref in (ref for group in cut.groups for ref in group.rollouts):
+            assert ref.min_policy_version == ref.max_policy_version == cut.policy_version
+
+
 def test_with_staleness_zero_every_token_is_sampled_by_the_policy_that_it_trains() -> None:
     drawn = random.Random(3)
     simulation = Simulation(
@@ -194,6 +238,7 @@ def test_with_staleness_zero_every_token_is_sampled_by_the_policy_that_it_trains
             assert ref.min_policy_version == ref.max_policy_version == cut.policy_version
 
 
+@pytest.mark.field_case("tinker-cookbook#822")
 def test_a_slow_group_goes_into_a_later_batch_while_others_overtake_it() -> None:
     simulation = Simulation(
         config(3), Limits(num_batches=6), lambda group, slot: 22.0 if group == 0 else 10.0, 5.0
@@ -204,6 +249,7 @@ def test_a_slow_group_goes_into_a_later_batch_while_others_overtake_it() -> None
     assert simulation.drops == []
 
 
+@pytest.mark.field_case("NeMo RL#3238")
 def test_a_hanging_rollout_costs_its_group_nothing_but_the_wait_for_the_deadline() -> None:
     simulation = Simulation(
         config(0, group_timeout_s=50.0),
@@ -217,6 +263,8 @@ def test_a_hanging_rollout_costs_its_group_nothing_but_the_wait_for_the_deadline
     assert [left.reason for left in group.left_out] == ["not_finished"]
 
 
+@pytest.mark.field_case("verl#7155")
+@pytest.mark.field_case("prime-rl#1512")
 def test_a_task_whose_rollouts_never_end_is_tried_max_attempts_times_and_then_given_up() -> None:
     simulation = Simulation(
         config(1, group_timeout_s=20.0, max_attempts=3),
@@ -255,54 +303,109 @@ def test_every_task_of_an_epoch_is_trained_or_dropped_with_a_reason(max_stalenes
     assert all(drop.reason for drop in simulation.drops)
 
 
-def test_the_example_of_the_documentation() -> None:
-    """docs/schedule.md, row by row: two groups a batch, max_staleness 1, group C is slow."""
-    simulation = Simulation(
-        config(1, group_size=1, min_group_size=1, groups_per_batch=2), Limits(), lambda *_: None, 0
-    )
-    versions: dict[str, int] = {}
+class Example:
+    """The worked example of docs/schedule.md: two groups a batch, max_staleness 1, C is slow."""
 
-    def dispatched() -> str:
-        before = set(versions)
-        simulation.decide_and_dispatch()
-        for name in simulation.dispatcher.outstanding:
-            versions.setdefault(name, simulation.trained)
-        return letters(set(versions) - before)
+    def __init__(self, *, is_held: bool) -> None:
+        self.simulation = Simulation(
+            config(1, group_size=1, min_group_size=1, groups_per_batch=2),
+            Limits(lookahead=1 if is_held else None),
+            lambda *_: None,
+            0,
+            max_ahead=1 if is_held else None,
+            is_held=is_held,
+        )
+        self.versions: dict[str, int] = {}
 
-    def letters(names: Any) -> str:
-        return "".join(sorted(chr(ord("A") + int(name[1:])) for name in names))
+    def serve(self, version: int) -> None:
+        self.simulation.serve(version)
 
-    def end(group: str) -> None:
-        name = f"g{ord(group) - ord('A'):04d}"
-        simulation.end_rollout(name, 0, versions[name])
+    def dispatched(self) -> str:
+        """Decide and dispatch; the letters of the groups that were sent."""
+        before = set(self.versions)
+        self.simulation.decide_and_dispatch()
+        for name in self.simulation.dispatcher.outstanding:
+            self.versions.setdefault(name, self.simulation.trained)
+        return letters(set(self.versions) - before)
 
-    def last_batch() -> tuple[int, str, list[int]]:
-        cut = simulation.cuts[-1]
+    def end(self, groups: str) -> None:
+        for group in groups:
+            name = f"g{ord(group) - ord('A'):04d}"
+            self.simulation.end_rollout(name, 0, self.versions[name])
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """Served, in batches, in flight, seats: the numbers of a row of the table."""
+        state = self.simulation.dispatcher
+        served = state.served_version or 0
+        seats = (served + state.config.max_staleness + 1) * state.config.groups_per_batch
+        return served, state.num_cut, len(state.outstanding), seats
+
+    @property
+    def last_batch(self) -> tuple[int, str, list[int]]:
+        cut = self.simulation.cuts[-1]
         refs = [group.rollouts[0] for group in cut.groups]
         staleness = [cut.policy_version - ref.min_policy_version for ref in refs]
         return cut.index, letters(group.group_id for group in cut.groups), staleness
 
-    simulation.serve(0)
-    assert dispatched() == "ABCD"
-    end("A")
-    end("B")
-    assert dispatched() == ""
-    assert last_batch() == (1, "AB", [0, 0])
-    simulation.serve(1)
-    assert dispatched() == "EF"
-    end("D")
-    end("E")
-    assert dispatched() == ""
-    assert last_batch() == (2, "DE", [1, 0])
-    simulation.serve(2)
-    assert dispatched() == "GH"
-    end("C")
-    assert dispatched() == "I"
-    assert [(drop.group_id, drop.reason) for drop in simulation.drops] == [("g0002", "stale")]
-    end("F")
-    end("G")
-    assert dispatched() == ""
-    assert last_batch() == (3, "FG", [1, 0])
+
+def letters(names: Any) -> str:
+    return "".join(sorted(chr(ord("A") + int(name[1:])) for name in names))
+
+
+def test_the_example_of_the_documentation_row_by_row() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedule.md").read_text()
+    table = re.findall(r"^\| .* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    shown = [tuple(map(int, numbers)) for numbers in table]
+    example = Example(is_held=True)
+    example.serve(0)
+    rows = [example.row]
+    assert example.dispatched() == "ABCD"
+    example.end("AB")
+    assert example.dispatched() == ""
+    assert example.last_batch == (1, "AB", [0, 0])
+    rows.append(example.row)
+    example.serve(1)
+    rows.append(example.row)
+    assert example.dispatched() == "EF"
+    example.end("DE")
+    assert example.dispatched() == ""
+    assert len(example.simulation.cuts) == 1, "C would be stale in batch 3"
+    rows.append(example.row)
+    example.end("C")
+    assert example.dispatched() == ""
+    assert example.last_batch == (2, "CD", [1, 1])
+    rows.append(example.row)
+    example.serve(2)
+    rows.append(example.row)
+    assert example.dispatched() == "GH"
+    example.end("F")
+    assert example.dispatched() == ""
+    assert example.last_batch == (3, "EF", [1, 1])
+    rows.append(example.row)
+    assert rows == shown
+
+
+def test_the_example_of_the_documentation_when_nobody_waits_for_slow_groups() -> None:
+    example = Example(is_held=False)
+    example.serve(0)
+    assert example.dispatched() == "ABCD"
+    example.end("AB")
+    assert example.dispatched() == ""
+    example.serve(1)
+    assert example.dispatched() == "EF"
+    example.end("DE")
+    assert example.dispatched() == ""
+    assert example.last_batch == (2, "DE", [1, 0])
+    example.serve(2)
+    assert example.dispatched() == "GH"
+    example.end("C")
+    assert example.dispatched() == "I"
+    drops = example.simulation.drops
+    assert [(drop.group_id, drop.reason) for drop in drops] == [("g0002", "stale")]
+    example.end("FG")
+    assert example.dispatched() == ""
+    assert example.last_batch == (3, "FG", [1, 0])
 
 
 def test_cutting_only_what_the_trainer_needs_next_loses_fewer_slow_groups_and_no_time() -> None:

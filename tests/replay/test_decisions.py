@@ -52,7 +52,8 @@ class Log:
         for found in self.tasks:
             collected.add_task(found)
         for found in self.trajectories:
-            collected.add_trajectory(found, codec.decode(Trajectory, found.value or b""))
+            made = codec.decode(Trajectory, found.value or b"")
+            collected.add_trajectory(found, made, codec.digest(made))
         for offset, decision in enumerate(self.decisions):
             collected.add_decision(record("batches", offset, decision))
         (verdict,) = collected.retake()

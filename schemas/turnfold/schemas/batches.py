@@ -7,7 +7,10 @@ replay can take every decision again and must find the same bytes.
 
 from __future__ import annotations
 
+import math
+
 from turnfold.schemas.run import RunConfig
+from turnfold.schemas.tasks import Evaluation
 from turnfold.schemas.wire import Wire
 
 
@@ -99,6 +102,78 @@ class GroupDropped(Wire, frozen=True, kw_only=True, tag="group_dropped"):
     at: float
     config_digest: str
     config: RunConfig | None = None
+    is_early: bool = False
+    """Some of its rollouts still ran: whatever became of them, no batch could have held it."""
 
 
-Decision = BatchCut | GroupDropped
+class EvaluatedRollout(Wire, frozen=True, kw_only=True):
+    """What a rollout of an evaluation group scored."""
+
+    rollout_id: str
+    index: int
+    reward: float
+    num_tokens: int
+    """Tokens of all rows, context included."""
+    min_policy_version: int
+    max_policy_version: int
+
+
+class GroupEvaluated(Wire, frozen=True, kw_only=True, tag="group_evaluated"):
+    """An evaluation group has closed. Nothing of it is trained."""
+
+    run_id: str
+    group_id: str
+    task_id: str = ""
+    cursor: int
+    """Place of the task in its round."""
+    attempt: int = 0
+    evaluation: Evaluation
+    rollouts: tuple[EvaluatedRollout, ...]
+    """Those with a reward, by slot."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Those without one, and why; a failure is not a reward of 0."""
+    is_retried: bool = False
+    """No rollout has a reward and the task has attempts left: it is dispatched again."""
+    positions: Positions
+    at: float
+    config_digest: str
+    config: RunConfig | None = None
+
+    @property
+    def mean_reward(self) -> float | None:
+        """None without a reward."""
+        rewards = [rollout.reward for rollout in self.rollouts]
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def num_passed(self) -> int:
+        return sum(ref.reward >= self.evaluation.pass_reward for ref in self.rollouts)
+
+
+class EvaluationCompleted(Wire, frozen=True, kw_only=True, tag="evaluation_completed"):
+    """All tasks of a round are done: what the policy scored. The first one in the log wins."""
+
+    run_id: str
+    version: int
+    """The policy version that was due."""
+    num_tasks: int
+    num_scored: int
+    """Tasks with at least one reward; the means below are over these."""
+    num_rollouts: int
+    """Rollouts with a reward."""
+    mean_reward: float | None = None
+    """Mean over tasks of the mean over rollouts; None when no task was scored."""
+    pass_at: dict[int, float] = {}
+    """k → the chance that one of k rollouts passes, for 1, 2, 4, … up to the smallest group."""
+    left_out: dict[str, int] = {}
+    """Rollouts without a reward, by reason."""
+    min_policy_version: int | None = None
+    """Versions that sampled: a round that runs while the engines move on has several."""
+    max_policy_version: int | None = None
+    positions: Positions
+    at: float
+    config_digest: str
+    config: RunConfig | None = None
+
+
+Decision = BatchCut | GroupDropped | GroupEvaluated | EvaluationCompleted

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnfold.schemas.events import HistoryMode, NonlinearPolicy, Sampling, Split
+from turnfold.schemas.events import HistoryMode, NonlinearPolicy, RewritePolicy, Sampling, Split
 from turnfold.schemas.wire import Wire
+
+
+class Evaluation(Wire, frozen=True, kw_only=True):
+    """The round of evaluation that a task belongs to: the same tasks at one policy version."""
+
+    version: int
+    """The policy version that was due; it names the round."""
+    num_tasks: int
+    """Tasks of the round."""
+    pass_reward: float = 1.0
+    """A rollout with this reward or more has passed, for pass@k."""
 
 
 class Task(Wire, frozen=True, kw_only=True, tag="task"):
@@ -16,7 +27,8 @@ class Task(Wire, frozen=True, kw_only=True, tag="task"):
     """Unique for one dispatch; a re-dispatch of the same task is another group."""
     task_id: str
     dispatch_index: int
-    """0, 1, 2, … in order of dispatch within the run; the oldest group is trained first."""
+    """0, 1, 2, … in order of dispatch within the run; the oldest group is trained first.
+    Evaluation groups have a count of their own."""
     n: int
     """Rollouts in the group."""
     payload: dict[str, Any]
@@ -35,6 +47,9 @@ class Task(Wire, frozen=True, kw_only=True, tag="task"):
     """Time from a rollout's start to its abort."""
     history_mode: HistoryMode = "linear"
     nonlinear: NonlinearPolicy = "reset"
+    rewrites: RewritePolicy = "keep"
     sampling: Sampling = Sampling()
     max_turns: int | None = None
     max_context_tokens: int | None = None
+    evaluation: Evaluation | None = None
+    """Set on the tasks of an evaluation, whose `split` is eval; `cursor` is its place in the round."""

@@ -3,6 +3,8 @@
 A decision takes effect when it is read back from the topic, never before: live, after a restart and
 in a replay there is the same single path. The producer is transactional and fenced by the run, so
 that of two assemblers alive by accident the older one cannot write any more.
+
+A restart reads all decisions, and of tasks and trajectories what lies above the last checkpoint.
 """
 
 from __future__ import annotations
@@ -10,13 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import assert_never
 
 from aiokafka.errors import KafkaError
 
 from turnfold.assembler import metrics
-from turnfold.assembler.cut import Wait, decide, is_too_early, strands_running
-from turnfold.assembler.groups import GroupsState, TopicName, summary
+from turnfold.assembler.checkpoint import Checkpoint, checkpoint_text, read_checkpoint
+from turnfold.assembler.cut import Wait, decide, decide_early, is_too_early, strands_running
+from turnfold.assembler.groups import GroupsState, TopicName
+from turnfold.assembler.rollouts import summary
+from turnfold.assembler.scoring import decide_evaluation
 from turnfold.assembler.settings import Settings
+from turnfold.assembler.waiting import awaited
 from turnfold.log.client import (
     FENCED,
     BrokerUnavailable,
@@ -28,7 +35,13 @@ from turnfold.log.client import (
 )
 from turnfold.log.service import Health
 from turnfold.schemas import codec
-from turnfold.schemas.batches import BatchCut, Decision
+from turnfold.schemas.batches import (
+    BatchCut,
+    Decision,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+)
 from turnfold.schemas.policies import PolicyEvent, PolicyPublished
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -37,6 +50,10 @@ from turnfold.schemas.trajectories import Trajectory
 log = logging.getLogger("turnfold.assembler")
 
 _MAX_RECORDS = 500
+_CHECKPOINT_EVERY = 32
+"""Decisions, or more when there are many groups in flight, all of which a checkpoint looks at."""
+_GROUPS_A_DECISION = 500
+_SAY_EVERY_S = 60.0
 
 
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
@@ -83,6 +100,11 @@ class _Assembler:
         """Next offset of the batches topic."""
         self._published = 0
         """Version that the trainer published last."""
+        self._held: BatchCut | None = None
+        """The cut that was put off."""
+        self._checkpoint = ""
+        self._num_since_checkpoint = 0
+        self._decided_at = self._said_at = 0.0
 
     async def run(self, health: Health, stop: asyncio.Event) -> None:
         await self._catch_up()
@@ -93,26 +115,31 @@ class _Assembler:
             self.state.num_running,
             self.state.num_complete,
         )
-        health.ready()
+        self._decided_at = self._said_at = time.time()
         while not stop.is_set():
             # Whatever was in the log at `now` is read before a deadline is compared with `now`.
             now = time.time()
             while len(await self._poll()) == _MAX_RECORDS:
                 pass
             self._show_counts()
+            self._say_what_is_awaited(health, now)
             while (decision := self._next_decision(now)) is not None and not stop.is_set():
                 await self._append(decision, stop)
 
     def _next_decision(self, now: float) -> Decision | None:
-        """The next decision, or None when it is time to wait."""
+        """The next decision, or None when it is time to wait.
+
+        When to take a decision is up to the clock anyway; what it says is not: a replay at the
+        same positions and time finds the same.
+        """
         decision = decide(self.state, self.config, now)
-        if isinstance(decision, Wait):
-            return None
-        # When to take a decision is up to the clock anyway; what it says is not: a replay at the
-        # same positions and time finds the same.
+        self._held = None
         if isinstance(decision, BatchCut) and self._had_better_wait(decision, now):
-            return None
-        return decision
+            self._held = decision
+        elif not isinstance(decision, Wait):
+            return decision
+        early = decide_early(self.state, self.config, now)
+        return early or decide_evaluation(self.state, self.config, now)
 
     def _had_better_wait(self, cut: BatchCut, now: float) -> bool:
         if is_too_early(cut, self._published, self.max_ahead):
@@ -120,19 +147,58 @@ class _Assembler:
         return self.is_slow_awaited and strands_running(self.state, cut, now)
 
     async def _catch_up(self) -> None:
-        topics = [
-            self.topics.batches,
-            self.topics.tasks,
-            self.topics.trajectories,
-            self.topics.policies,
-        ]
-        await self.reader.assign_from_start(topics)
-        for topic in topics:
-            for partition in await self.reader.partitions(topic):
-                if (found := await self.reader.committed(topic, partition)) is not None:
-                    self._reported[topic, partition] = found[0]
+        """Decisions first: then most of the rest need not be read, or at least not decoded."""
+        topics = self.topics
+        await self.reader.assign_from_start([topics.batches, topics.policies])
+        checkpoint = await self._last_checkpoint()
+        num_decided = 0
         async for record in self.reader.read_to_end():
             await self._fold(record)
+            if checkpoint and record.topic == topics.batches and record.offset < checkpoint.offset:
+                num_decided = len(self.state.decisions.decided)
+        is_known = checkpoint is not None and checkpoint.num_decided == num_decided
+        await self._assign_all(checkpoint if is_known else None)
+        async for record in self.reader.read_to_end():
+            if not self._is_decided(record):
+                await self._fold(record)
+
+    async def _last_checkpoint(self) -> Checkpoint | None:
+        found = await self.reader.committed(self.topics.batches, 0)
+        if found is None:
+            return None
+        self._checkpoint = found[1]
+        return read_checkpoint(found[1])
+
+    async def _assign_all(self, checkpoint: Checkpoint | None) -> None:
+        """Go on with decisions and policies; tasks and trajectories from where they are needed."""
+        topics = self.topics
+        pairs = [
+            (topic, partition)
+            for topic in (topics.tasks, topics.trajectories)
+            for partition in await self.reader.partitions(topic)
+        ]
+        starts = await self.reader.start_offsets(pairs)
+        ends = await self.reader.end_offsets(pairs)
+        low = _low(checkpoint, topics.tasks, topics.trajectories)
+        if checkpoint is not None and all(low[pair] <= ends.get(pair, -1) for pair in low):
+            self.state.skip_to(checkpoint.positions)
+            starts = {pair: max(start, low.get(pair, 0)) for pair, start in starts.items()}
+        for topic in (topics.batches, topics.policies):
+            for partition in await self.reader.partitions(topic):
+                starts[topic, partition] = await self.reader.position(topic, partition)
+        for topic, partition in starts:
+            if (found := await self.reader.committed(topic, partition)) is not None:
+                self._reported[topic, partition] = found[0]
+        await self.reader.assign(starts)
+
+    def _is_decided(self, record: Record) -> bool:
+        """Whether a record is about a group that needs nothing more; its key is the group."""
+        name = self._topic_names.get(record.topic)
+        group_id = (record.key or b"").decode(errors="replace")
+        if name is None or group_id not in self.state.decisions.decided:
+            return False
+        self.state.mark_read(name, record.partition, record.offset)
+        return True
 
     async def _poll(self) -> list[Record]:
         records = await self.reader.poll(max_records=_MAX_RECORDS)
@@ -149,6 +215,19 @@ class _Assembler:
             )
         while self._read_back <= ack.offset and not stop.is_set():
             await self._poll()
+        self._decided_at = time.time()
+        self._num_since_checkpoint += 1
+        every = max(_CHECKPOINT_EVERY, len(self.state.open) // _GROUPS_A_DECISION)
+        if self._num_since_checkpoint >= every:
+            await self._save_checkpoint()
+
+    async def _save_checkpoint(self) -> None:
+        self._num_since_checkpoint = 0
+        self._checkpoint = checkpoint_text(self.state, self._read_back)
+        async with self.producer.transaction():
+            await self.producer.commit_offset(
+                self.name, self.topics.batches, 0, self._read_back, self._checkpoint
+            )
 
     async def _fold(self, record: Record) -> Decision | None:
         """Take in one record; the decision, if it is one that counts."""
@@ -193,19 +272,61 @@ class _Assembler:
         metrics.DEAD_LETTERS.inc()
         async with self.producer.transaction():
             await dead_letter(self.producer, self.topics.dead_letters, record, reason)
-            await self.producer.commit_offset(self.name, *place, record.offset + 1)
+            # The offset of the batches topic carries the checkpoint, which is not to be lost.
+            kept = self._checkpoint if record.topic == self.topics.batches else ""
+            await self.producer.commit_offset(self.name, *place, record.offset + 1, kept)
         self._reported[place] = record.offset + 1
 
     def _show_counts(self) -> None:
         metrics.GROUPS.labels("running").set(self.state.num_running)
         metrics.GROUPS.labels("complete").set(self.state.num_complete)
 
+    def _say_what_is_awaited(self, health: Health, now: float) -> None:
+        """In the health text always, in the log once a minute when nothing is decided."""
+        line = awaited(self.state, self._held, now, self._published, self.max_ahead)
+        health.ready(line)
+        if now - max(self._decided_at, self._said_at) >= _SAY_EVERY_S:
+            log.info("no decision for %.0f s: %s", now - self._decided_at, line)
+            self._said_at = now
+
+
+def _low(
+    checkpoint: Checkpoint | None, tasks: str, trajectories: str
+) -> dict[tuple[str, int], int]:
+    """Where a checkpoint says that reading is to begin."""
+    if checkpoint is None:
+        return {}
+    low = {(tasks, part): offset for part, offset in checkpoint.positions.tasks.items()}
+    for partition, offset in checkpoint.positions.trajectories.items():
+        low[trajectories, partition] = offset
+    return low
+
 
 def _announce(decision: Decision) -> None:
     metrics.count(decision)
-    if not isinstance(decision, BatchCut):
-        log.info("group %s dropped: %s", decision.group_id, decision.reason)
-        return
+    match decision:
+        case BatchCut():
+            _announce_batch(decision)
+        case GroupDropped():
+            when = ", while it still ran" * decision.is_early
+            log.info("group %s dropped%s: %s", decision.group_id, when, decision.reason)
+        case GroupEvaluated():
+            log.debug("group %s evaluated: %s", decision.group_id, decision.mean_reward)
+        case EvaluationCompleted():
+            mean = "none" if decision.mean_reward is None else f"{decision.mean_reward:.3f}"
+            log.info(
+                "evaluation of version %d: mean reward %s over %d of %d tasks, pass@k %s",
+                decision.version,
+                mean,
+                decision.num_scored,
+                decision.num_tasks,
+                {k: round(chance, 3) for k, chance in decision.pass_at.items()},
+            )
+        case _:
+            assert_never(decision)
+
+
+def _announce_batch(decision: BatchCut) -> None:
     refs = [ref for group in decision.groups for ref in group.rollouts]
     log.info(
         "batch %d: %d groups, %d rollouts, %d rows, mean reward %.3f, staleness up to %d",

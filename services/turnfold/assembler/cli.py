@@ -6,17 +6,15 @@ from typing import Annotated
 
 import typer
 
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace, serve
+
 
 def assembler(
-    bootstrap: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers, host:port.")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
     run_id: Annotated[str | None, typer.Option(help="The run whose batches to cut.")] = None,
-    health_port: Annotated[
-        int | None, typer.Option(help="Port of /healthz, /readyz and /metrics.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    health_port: HealthPort = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Cut finished rollouts into batches.
 
@@ -31,7 +29,6 @@ def assembler(
 
     from turnfold.assembler.app import run
     from turnfold.assembler.settings import Settings
-    from turnfold.log.service import run_service
     from turnfold.schemas.run import RunConfig
     from turnfold.schemas.settings import load
 
@@ -44,9 +41,4 @@ def assembler(
         log_level=log_level,
     )
     config = load(RunConfig, os.environ, run_id=run_id)
-    run_service(
-        "assembler",
-        lambda health, stop: run(settings, config, health, stop),
-        health_port=settings.health_port,
-        log_level=settings.log_level,
-    )
+    serve("assembler", settings, lambda health, stop: run(settings, config, health, stop))

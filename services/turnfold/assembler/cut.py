@@ -11,11 +11,12 @@ b - 1 - min_policy_version, exactly, whether it waited in flight or in a queue.
 from __future__ import annotations
 
 import heapq
-import math
+from collections import Counter
 
 import msgspec
 
-from turnfold.assembler.groups import Group, GroupsState, RolloutSummary
+from turnfold.assembler.groups import NEVER, Group, GroupsState
+from turnfold.assembler.rollouts import RolloutSummary, reason_to_leave_out
 from turnfold.schemas.batches import BatchCut, GroupDropped, GroupRef, LeftOut
 from turnfold.schemas.decisions import group_ids
 from turnfold.schemas.run import RunConfig
@@ -75,18 +76,31 @@ def strands_running(state: GroupsState, cut: BatchCut, now: float) -> bool:
 
     No wait is longer than until the deadline of the group.
     """
-    config, in_batch = state.config, set(group_ids(cut))
-    left = [
-        (max(cut.index, group.oldest_version + config.max_staleness + 1), group)
-        for group_id, group in state.open.items()
-        if group_id not in in_batch and group.task is not None
-    ]
-    is_any_running = False
-    for num_left, (last, group) in enumerate(sorted(left, key=lambda item: item[0]), start=1):
-        is_any_running = is_any_running or state.is_running(group, now)
-        if is_any_running and num_left > (last - cut.index) * config.groups_per_batch:
+    left, running = _groups_left(state, cut, now)
+    num_left = num_running = 0
+    for last in sorted(left):
+        num_left += left[last]
+        num_running += running[last]
+        if num_running and num_left > (last - cut.index) * state.config.groups_per_batch:
             return True
     return False
+
+
+def decide_early(state: GroupsState, config: RunConfig, now: float) -> GroupDropped | None:
+    """Drop a group that still runs and that no batch can hold, whatever becomes of it.
+
+    Its task comes back sooner, and workers stop what is no longer wanted. `decide` would drop it
+    for the same reason when it closes; the decision says that it is early (`is_early`), so that a
+    replay knows which of the two to take again.
+    """
+    assert config == state.config, "decide with the configuration that the state was made with"
+    group = state.doomed()
+    if group is None or group.standing is None:
+        return None
+    rollouts, left_out = survivors(group, config)
+    reason = "too_few_survivors" if group.standing.last_batch == NEVER else "stale"
+    dropped = _dropped(state, config, now, group, reason, rollouts, left_out)
+    return msgspec.structs.replace(dropped, is_early=True)
 
 
 def survivors(group: Group, config: RunConfig) -> tuple[list[RolloutSummary], list[LeftOut]]:
@@ -96,7 +110,7 @@ def survivors(group: Group, config: RunConfig) -> tuple[list[RolloutSummary], li
     trained: list[RolloutSummary] = []
     left_out: list[LeftOut] = []
     for rollout in ended:
-        reason = _reason_to_leave_out(rollout, config)
+        reason = reason_to_leave_out(rollout, config)
         if reason is None and rollout.rollout_id not in winners:
             reason = "superseded"
         if reason is None and group.task is not None and not 0 <= rollout.index < group.task.n:
@@ -115,20 +129,28 @@ def staleness(rollouts: list[RolloutSummary], index: int) -> int:
     return index - 1 - min(rollout.min_policy_version for rollout in rollouts)
 
 
-def _reason_to_leave_out(rollout: RolloutSummary, config: RunConfig) -> str | None:
-    if rollout.status == "aborted":
-        return f"aborted:{rollout.reason}" if rollout.reason else "aborted"
-    if rollout.reward is None:
-        return "no_reward"
-    if not math.isfinite(rollout.reward):
-        return "reward_not_finite"
-    if rollout.num_rows == 0:
-        return "no_rows"
-    if rollout.num_trained == 0:
-        return "no_trained_tokens"
-    if rollout.max_row_tokens > config.max_row_tokens:
-        return "row_too_long"
-    return None
+def _groups_left(
+    state: GroupsState, cut: BatchCut, now: float
+) -> tuple[Counter[int], Counter[int]]:
+    """Dispatched groups that a cut leaves, and of these the running ones, by their last batch."""
+    left, running = Counter[int](), Counter[int]()
+
+    def last_batch(version: int) -> int:
+        return max(cut.index, version + state.config.max_staleness + 1)
+
+    for version, num_open, num_running in state.seats_taken():
+        left[last_batch(version)] += num_open
+        running[last_batch(version)] += num_running
+    in_batch = [state.open[group_id] for group_id in group_ids(cut)]
+    for group in in_batch:
+        if group.standing is not None:
+            left[last_batch(group.standing.oldest_version)] -= 1
+    names = {group.group_id for group in in_batch}
+    late = (group for group in state.overdue(now) if group.group_id not in names)
+    for group in (*in_batch, *late):
+        if group.standing is not None and group.standing.is_open:
+            running[last_batch(group.standing.oldest_version)] -= 1
+    return left, running
 
 
 def _winners(group: Group, ended: list[RolloutSummary]) -> set[str]:

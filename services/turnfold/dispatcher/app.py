@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from aiokafka.errors import KafkaError
@@ -19,7 +21,9 @@ from turnfold.dispatcher.plan import (
     row_at,
     task_id,
 )
+from turnfold.dispatcher.rounds import RoundSlot, evaluation_of, is_evaluated, next_evaluations
 from turnfold.dispatcher.settings import Settings
+from turnfold.dispatcher.waiting import awaited
 from turnfold.log.client import FENCED, BrokerUnavailable, Producer, Reader, Record, Replaced
 from turnfold.log.service import Health
 from turnfold.schemas import codec
@@ -31,6 +35,7 @@ from turnfold.schemas.tasks import Task
 log = logging.getLogger("turnfold.dispatcher")
 
 _MAX_TASKS_PER_TRANSACTION = 64
+_SAY_EVERY_S = 60.0
 
 
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
@@ -40,6 +45,9 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
     taken over.
     """
     dataset = open_dataset(settings.dataset, settings.dataset_split)
+    evaluated = None
+    if settings.eval_dataset is not None:
+        evaluated = open_dataset(settings.eval_dataset, settings.eval_dataset_split)
     name = f"{settings.namespace}-dispatcher-{config.run_id}"
     try:
         # Fence an older dispatcher before reading: then nothing of it can come after what is read.
@@ -47,7 +55,9 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
             Producer(settings.bootstrap, transactional_id=name) as producer,
             Reader(settings.bootstrap) as reader,
         ):
-            await _Dispatcher(settings, config, dataset, producer, reader).run(health, stop)
+            await _Dispatcher(settings, config, dataset, evaluated, producer, reader).run(
+                health, stop
+            )
     except FENCED as error:
         raise Replaced(
             f"another dispatcher of run {config.run_id!r} has taken over, so this one ends; "
@@ -63,6 +73,7 @@ class _Dispatcher:
         settings: Settings,
         config: RunConfig,
         dataset: Dataset,
+        evaluated: Dataset | None,
         producer: Producer,
         reader: Reader,
     ) -> None:
@@ -70,10 +81,14 @@ class _Dispatcher:
         self.topics = settings.topics
         self.config = config
         self.dataset = dataset
+        self.evaluated = evaluated
+        """Data set of the evaluations; None without them."""
+        self.plan = None if evaluated is None else settings.round_plan(len(evaluated))
         self.producer = producer
         self.reader = reader
         self.state = DispatchState(config)
         self._shown = ""
+        self._shown_at = 0.0
 
     async def run(self, health: Health, stop: asyncio.Event) -> None:
         await self.reader.assign_from_start(
@@ -82,27 +97,54 @@ class _Dispatcher:
         async for record in self.reader.read_to_end():
             self._fold(record)
         self._check_dataset()
+        self._check_evaluated()
         limits = self.settings.limits
         while not stop.is_set():
             health.ready(self._show_progress())
-            if is_done(self.state, len(self.dataset), limits):
+            is_trained = is_done(self.state, len(self.dataset), limits)
+            if is_trained and self._is_evaluated():
                 log.info("run %s: all that was asked for is dispatched", self.config.run_id)
                 return
-            slots = next_slots(self.state, len(self.dataset), limits)
+            slots = [] if is_trained else next_slots(self.state, len(self.dataset), limits)
             if slots:
-                await self._send(slots[:_MAX_TASKS_PER_TRANSACTION], stop)
+                await self._send_slots(slots[:_MAX_TASKS_PER_TRANSACTION], stop)
+            elif evaluations := self._next_evaluations(is_trained):
+                await self._send_evaluations(evaluations[:_MAX_TASKS_PER_TRANSACTION], stop)
             else:
                 await self._poll()
 
-    async def _send(self, slots: list[Slot], stop: asyncio.Event) -> None:
+    async def _send_slots(self, slots: list[Slot], stop: asyncio.Event) -> None:
+        state, first = self.state, self.state.next_dispatch_index
+        tasks = [self._task(slot, index) for index, slot in enumerate(slots, start=first)]
+        await self._send(tasks, lambda: state.next_dispatch_index >= first + len(tasks), stop)
+
+    async def _send_evaluations(self, slots: list[RoundSlot], stop: asyncio.Event) -> None:
+        rounds, first = self.state.rounds, self.state.rounds.next_dispatch_index
+        tasks = [self._evaluation(slot, index) for index, slot in enumerate(slots, start=first)]
+        await self._send(tasks, lambda: rounds.next_dispatch_index >= first + len(tasks), stop)
+
+    async def _send(
+        self, tasks: list[Task], is_read_back: Callable[[], bool], stop: asyncio.Event
+    ) -> None:
         """Send tasks in one transaction, and read on until they have come back."""
-        first = self.state.next_dispatch_index
         async with self.producer.transaction():
-            for index, slot in enumerate(slots, start=first):
-                task = self._task(slot, index)
+            for task in tasks:
                 await self.producer.send(self.topics.tasks, key=task.group_id, message=task)
-        while self.state.next_dispatch_index < first + len(slots) and not stop.is_set():
+        while not is_read_back() and not stop.is_set():
             await self._poll()
+
+    def _next_evaluations(self, is_trained: bool) -> list[RoundSlot]:
+        if self.plan is None:
+            return []
+        final = self.state.decisions.num_batches if is_trained else self.settings.num_batches
+        served = self.state.served_version
+        return next_evaluations(self.state.rounds, self.plan, served, final)
+
+    def _is_evaluated(self) -> bool:
+        """Whether the last version that the run makes has been evaluated too."""
+        if self.plan is None:
+            return True
+        return is_evaluated(self.state.rounds, self.state.decisions.num_batches)
 
     def _task(self, slot: Slot, dispatch_index: int) -> Task:
         settings, config = self.settings, self.config
@@ -110,9 +152,7 @@ class _Dispatcher:
             name, payload = slot.lost.task_id, slot.lost.payload
         else:
             name, payload = self._row(slot)
-        assert self.state.served_version is not None, "dispatched before a version was served"
-        return Task(
-            run_id=config.run_id,
+        return self._made(
             group_id=f"{config.run_id}-{dispatch_index:06d}",
             task_id=name,
             dispatch_index=dispatch_index,
@@ -121,15 +161,50 @@ class _Dispatcher:
             attempt=slot.attempt,
             epoch=slot.place.epoch,
             cursor=slot.place.cursor,
+            sampling=settings.sampling,
+        )
+
+    def _evaluation(self, slot: RoundSlot, dispatch_index: int) -> Task:
+        settings, state = self.settings, self.state
+        assert self.plan is not None, "an evaluation without a plan"
+        name, payload = self._evaluation_row(slot.cursor)
+        retry = f"-{slot.attempt}" if slot.attempt else ""
+        return self._made(
+            group_id=f"{self.config.run_id}-eval-{slot.version:06d}-{slot.cursor:05d}{retry}",
+            task_id=name,
+            dispatch_index=dispatch_index,
+            n=settings.eval_group_size,
+            payload=payload,
+            split="eval",
+            attempt=slot.attempt,
+            cursor=slot.cursor,
+            sampling=settings.eval_sampling,
+            evaluation=evaluation_of(state.rounds, self.plan, slot),
+        )
+
+    def _made(self, **fields: Any) -> Task:
+        """A task with what all tasks of the run have in common."""
+        settings, config = self.settings, self.config
+        assert self.state.served_version is not None, "dispatched before a version was served"
+        return Task(
+            run_id=config.run_id,
             policy_version=self.state.served_version,
             dispatched_at=time.time(),
             rollout_timeout_s=config.rollout_timeout_s,
             history_mode=settings.history_mode,
             nonlinear=settings.nonlinear,
-            sampling=settings.sampling,
+            rewrites=settings.rewrites,
             max_turns=settings.max_turns,
             max_context_tokens=settings.max_context_tokens,
+            **fields,
         )
+
+    def _evaluation_row(self, cursor: int) -> tuple[str, dict[str, object]]:
+        """Rounds go through the data set in its own order, so that all have the same tasks."""
+        if self.evaluated is None or cursor >= len(self.evaluated):
+            return "nothing", {}
+        row = self.evaluated[cursor]
+        return task_id(row, cursor), row
 
     def _row(self, slot: Slot) -> tuple[str, dict[str, object]]:
         settings = self.settings
@@ -143,12 +218,23 @@ class _Dispatcher:
         if last is None:
             return
         is_inside = last.cursor < len(self.dataset)
-        name, row = self._row(Slot(place=place_of(last))) if is_inside else ("nothing", {})
+        found = self._row(Slot(place=place_of(last))) if is_inside else ("nothing", {})
+        self._check_row(self.dataset, last, *found)
+
+    def _check_evaluated(self) -> None:
+        """The same for the evaluations: rounds of other tasks would make no curve."""
+        last = self.state.rounds.last
+        if last is not None and self.evaluated is not None:
+            self._check_row(self.evaluated, last, *self._evaluation_row(last.cursor))
+
+    def _check_row(
+        self, dataset: Dataset, last: Task, name: str, payload: dict[str, object]
+    ) -> None:
         encode = msgspec.msgpack.encode
-        if name == last.task_id and encode(row) == encode(last.payload):
+        if name == last.task_id and encode(payload) == encode(last.payload):
             return
         raise DatasetError(
-            f"data set {self.dataset.path} is not the one that run {self.config.run_id!r} was "
+            f"data set {dataset.path} is not the one that run {self.config.run_id!r} was "
             f"started with: epoch {last.epoch}, place {last.cursor} was task {last.task_id!r} and "
             f"is now {name!r}. Use the same data set, seed and shuffling, or another run_id"
         )
@@ -177,10 +263,11 @@ class _Dispatcher:
             self.state.add_policy(message)
 
     def _show_progress(self) -> str:
-        """What the dispatcher waits for, in one line; logged when it changes."""
+        """How far it is, logged when that changes, and what it waits for."""
         state, config = self.state, self.config
+        waits_for = awaited(state, time.time())
         if state.served_version is None:
-            line = "waiting for the engines to serve policy version 0"
+            line = waits_for
         else:
             seats = (state.served_version + config.max_staleness + 1) * config.groups_per_batch
             line = (
@@ -188,7 +275,12 @@ class _Dispatcher:
                 f"cut, {len(state.outstanding)} groups in flight, {state.next_dispatch_index} "
                 f"dispatched, {max(0, seats - state.num_cut - len(state.outstanding))} seats free"
             )
+            if self.plan is not None:
+                line += f", {len(state.rounds.outstanding)} evaluation groups in flight"
         if line != self._shown:
             log.info("run %s: %s", config.run_id, line)
-            self._shown = line
-        return line
+            self._shown, self._shown_at = line, time.time()
+        elif time.time() - self._shown_at >= _SAY_EVERY_S:
+            log.info("run %s: %s", config.run_id, waits_for)
+            self._shown_at = time.time()
+        return line if line == waits_for else f"{line}; {waits_for}"

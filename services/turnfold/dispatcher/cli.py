@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace, serve
+
 
 def dispatcher(
     dataset: Annotated[
@@ -25,15 +27,17 @@ def dispatcher(
     shuffle: Annotated[
         bool | None, typer.Option(help="Another order in each epoch (default), or as in the file.")
     ] = None,
-    bootstrap: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers, host:port.")
+    eval_dataset: Annotated[
+        str | None, typer.Option(help="Tasks to evaluate on, of any kind that --dataset takes.")
     ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Policy versions between two evaluations.")
+    ] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
     run_id: Annotated[str | None, typer.Option(help="The run to dispatch for.")] = None,
-    health_port: Annotated[
-        int | None, typer.Option(help="Port of /healthz, /readyz and /metrics.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    health_port: HealthPort = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Hand tasks to the agents, as many as can still be trained within the staleness bound.
 
@@ -43,6 +47,10 @@ def dispatcher(
     TURNFOLD_MAX_ATTEMPTS times in all.
 
         turnfold dispatcher --dataset tasks.jsonl --num-batches 100
+        turnfold dispatcher --dataset tasks.jsonl --eval-dataset held_out.jsonl --eval-every 20
+
+    Evaluation tasks run like any other, take no seat of a batch and are never trained; `turnfold
+    evals` shows what they scored.
 
     Kill it at any moment: the next one goes on after the last task in the log.
     """
@@ -50,7 +58,6 @@ def dispatcher(
 
     from turnfold.dispatcher.app import run
     from turnfold.dispatcher.settings import Settings
-    from turnfold.log.service import run_service
     from turnfold.schemas.run import RunConfig
     from turnfold.schemas.settings import load
 
@@ -63,15 +70,12 @@ def dispatcher(
         epochs=epochs,
         seed=seed,
         is_shuffled=shuffle,
+        eval_dataset=eval_dataset,
+        eval_every=eval_every,
         bootstrap=bootstrap,
         namespace=namespace,
         health_port=health_port,
         log_level=log_level,
     )
     config = load(RunConfig, os.environ, run_id=run_id)
-    run_service(
-        "dispatcher",
-        lambda health, stop: run(settings, config, health, stop),
-        health_port=settings.health_port,
-        log_level=settings.log_level,
-    )
+    serve("dispatcher", settings, lambda health, stop: run(settings, config, health, stop))

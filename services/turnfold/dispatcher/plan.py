@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnfold.dispatcher.pace import num_admissible
+from turnfold.dispatcher.rounds import RoundState
 from turnfold.schemas.batches import BatchCut, Decision, GroupDropped
 from turnfold.schemas.decisions import DecisionLog, group_ids
 from turnfold.schemas.policies import PolicyEvent, PolicyServed
@@ -69,6 +70,8 @@ class DispatchState:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.decisions = DecisionLog(config.run_id)
+        self.rounds = RoundState()
+        """Evaluations; nothing of what follows is about them."""
         self.outstanding: dict[str, Task] = {}
         """Groups dispatched and neither in a batch nor dropped."""
         self.num_cut = 0
@@ -89,6 +92,9 @@ class DispatchState:
     def add_task(self, task: Task) -> None:
         if task.run_id != self.config.run_id:
             return
+        if task.evaluation is not None:
+            self.rounds.add_task(task)
+            return
         self.next_dispatch_index = max(self.next_dispatch_index, task.dispatch_index + 1)
         if task.split != "train":
             return
@@ -106,6 +112,7 @@ class DispatchState:
         """Take in a decision; False when another one has won."""
         if not self.decisions.add(decision):
             return False
+        self.rounds.add_decision(decision)
         if isinstance(decision, BatchCut):
             self.num_cut += len(decision.groups)
             youngest = max(group.dispatch_index for group in decision.groups)

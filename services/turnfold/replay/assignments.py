@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import msgspec
 
-from turnfold.schemas.batches import BatchCut, Decision, GroupDropped
+from turnfold.schemas.batches import (
+    BatchCut,
+    Decision,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+)
 from turnfold.schemas.decisions import DecisionLog, group_ids
-from turnfold.schemas.policies import PolicyEvent, PolicyPublished
+from turnfold.schemas.policies import PolicyEvent, PolicyPublished, UpdateSchedule
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +42,8 @@ class Assignments:
         """Manifests that count, by run and index."""
         self.published: dict[str, PolicyPublished] = {}
         """The newest version of each run."""
+        self._schedules: dict[tuple[str, int], UpdateSchedule] = {}
+        """By run and batch, as far as compaction has left them."""
         self._logs: dict[str, DecisionLog] = {}
         self._by_group: dict[tuple[str, str], Decision] = {}
 
@@ -48,6 +58,8 @@ class Assignments:
 
     def add_policy(self, event: PolicyEvent) -> None:
         if isinstance(event, PolicyPublished):
+            if event.schedule is not None:
+                self._schedules[event.run_id, event.policy_version] = event.schedule
             known = self.published.get(event.run_id)
             if known is None or event.policy_version >= known.policy_version:
                 self.published[event.run_id] = event
@@ -60,6 +72,15 @@ class Assignments:
         """Whether the trainer has published the version that this batch makes."""
         published = self.published.get(run_id)
         return published is not None and index <= published.policy_version
+
+    def schedule(self, run_id: str, index: int) -> UpdateSchedule | None:
+        """How the trainer divided a batch; None when it did not log it.
+
+        The policies topic is compacted to the newest version of a run. A run has one schedule, so
+        the newest stands for a batch whose own record is gone.
+        """
+        newest = self.published.get(run_id)
+        return self._schedules.get((run_id, index), newest.schedule if newest else None)
 
     def of(self, run_id: str, group_id: str, rollout_id: str) -> Assignment:
         """What was decided about a rollout."""
@@ -74,6 +95,10 @@ class Assignments:
                 return Assignment(reason=f"group_dropped:{dropped.reason}")
             case BatchCut() as cut:
                 return self._in_batch(cut, group_id, rollout_id)
+            case GroupEvaluated() | EvaluationCompleted():
+                return Assignment(reason="eval_split")
+            case other:
+                assert_never(other)
 
     def _in_batch(self, cut: BatchCut, group_id: str, rollout_id: str) -> Assignment:
         group = next(group for group in cut.groups if group.group_id == group_id)

@@ -2,23 +2,30 @@
 
 A manifest says how far its assembler had read (`positions`) and when it decided (`at`). With the
 tasks and trajectories below those positions, the decisions before it and the configuration that it
-names, `decide` must give the same bytes.
+names, `decide` must give the same bytes; `decide_early` and `decide_evaluation` give theirs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 
-from turnfold.assembler.cut import Wait, decide
+from turnfold.assembler.cut import Wait, decide, decide_early
 from turnfold.assembler.groups import GroupsState, RolloutSummary, TopicName, summary
+from turnfold.assembler.scoring import decide_evaluation
 from turnfold.log.records import Record
 from turnfold.replay.compare import Difference
 from turnfold.schemas import codec
-from turnfold.schemas.batches import BatchCut, Decision
+from turnfold.schemas.batches import (
+    BatchCut,
+    Decision,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+)
 from turnfold.schemas.decisions import DecisionLog
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -54,11 +61,12 @@ class Decisions:
     def add_task(self, record: Record) -> None:
         self._tasks[record.partition].append((record.offset, _decoded(Task, record)))
 
-    def add_trajectory(self, record: Record, trajectory: Trajectory | None) -> None:
-        """`trajectory` is what the record holds, None when it could not be decoded."""
+    def add_trajectory(self, record: Record, trajectory: Trajectory | None, digest: str) -> None:
+        """`trajectory` is what the record holds, None when it could not be decoded; `digest` is
+        its codec.digest."""
         found = None
         if trajectory is not None:
-            found = summary(trajectory, record.partition, record.offset, codec.digest(trajectory))
+            found = summary(trajectory, record.partition, record.offset, digest)
         self._rollouts[record.partition].append((record.offset, found))
 
     def retake(self) -> list[Verdict]:
@@ -95,9 +103,22 @@ def _again(state: GroupsState, decision: Decision, config: RunConfig) -> Decisio
     """What is decided this time; None when it is the same, byte for byte."""
     if config != state.config:
         state.reconfigure(config)
-    again = decide(state, config, decision.at)
+    again = _taken(state, decision, config)
     is_same = isinstance(again, Decision) and codec.encode(again) == codec.encode(decision)
     return None if is_same else again
+
+
+def _taken(state: GroupsState, decision: Decision, config: RunConfig) -> Decision | Wait:
+    """The decision of the kind that was taken: an assembler chooses when to take which."""
+    match decision:
+        case GroupDropped(is_early=True):
+            return decide_early(state, config, decision.at) or Wait()
+        case BatchCut() | GroupDropped():
+            return decide(state, config, decision.at)
+        case GroupEvaluated() | EvaluationCompleted():
+            return decide_evaluation(state, config, decision.at) or Wait()
+        case _:
+            assert_never(decision)
 
 
 def _cursors(seen: dict[int, Seen]) -> dict[int, Seen]:
@@ -129,6 +150,14 @@ def _decoded(kind: Any, record: Record) -> Any:
 
 
 def _named(decision: Decision) -> str:
-    if isinstance(decision, BatchCut):
-        return f"batch {decision.index}"
-    return f"group {decision.group_id} ({decision.reason})"
+    match decision:
+        case BatchCut():
+            return f"batch {decision.index}"
+        case GroupDropped():
+            return f"group {decision.group_id} ({decision.reason})"
+        case GroupEvaluated():
+            return f"evaluation group {decision.group_id}"
+        case EvaluationCompleted():
+            return f"evaluation of version {decision.version}"
+        case _:
+            assert_never(decision)

@@ -1,0 +1,1 @@
+"""`turnfold evals`: what the policy scored, round by round."""

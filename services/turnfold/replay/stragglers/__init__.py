@@ -1,0 +1,1 @@
+"""`turnfold stragglers`: is what was trained a fair sample of what was dispatched?"""

@@ -24,6 +24,7 @@ from turnfold.gateway.testing import Reply, ScriptedEngine, free_port, running_g
 from turnfold.log.client import Producer, Reader, Record, create_topics, reader_from_start
 from turnfold.log.service import Health
 from turnfold.schemas import codec
+from turnfold.schemas.batches import BatchCut, GroupDropped
 from turnfold.schemas.events import Event, RolloutAborted, RolloutFinished
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
@@ -94,6 +95,10 @@ class Bench:
         self.num_groups += 1
         await self.producer.send(self.topics.tasks, key=sent.group_id, message=sent)
         return sent
+
+    async def decide(self, decision: BatchCut | GroupDropped) -> None:
+        """What an assembler would say."""
+        await self.producer.send(self.topics.batches, key=decision.run_id, message=decision)
 
     async def records(self, topic: str) -> list[Record]:
         async with reader_from_start(self.gateway_settings.bootstrap, topic) as reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import msgspec
@@ -11,7 +12,13 @@ from openai import AsyncOpenAI
 
 from turnfold.agents import EnvironmentFailed, GatewayClient, GatewayError, RolloutClosed
 from turnfold.gateway.testing import free_port, running_gateway
-from turnfold.schemas.events import RolloutAborted, RolloutFinished, RolloutStarted, TurnCompleted
+from turnfold.schemas.events import (
+    RewardRevised,
+    RolloutAborted,
+    RolloutFinished,
+    RolloutStarted,
+    TurnCompleted,
+)
 from turnfold.schemas.testing import task
 
 
@@ -131,3 +138,60 @@ async def test_a_restart_of_the_gateway_loses_no_rollout(bench: Any) -> None:
         async with running_gateway(second):
             await asyncio.wait_for(finishing, 20)
     assert isinstance(await end_of(bench, "r1"), RolloutFinished)
+
+
+async def test_clients_of_either_sdk_and_plain_http_are_made_with_url_and_key(
+    bench: Any, client: GatewayClient
+) -> None:
+    question: Any = [{"role": "user", "content": "open door 3"}]
+    async with client.rollout(group_id="g", rollout_id="r1") as rollout:
+        session = await rollout.session("helper")
+        async with rollout.openai() as openai_client:
+            completion = await openai_client.chat.completions.create(
+                model="policy", messages=question
+            )
+        async with session.anthropic(max_retries=0) as anthropic_client:
+            message = await anthropic_client.messages.create(
+                model="policy", messages=question, max_tokens=9
+            )
+            assert anthropic_client.max_retries == 0
+        async with rollout.http() as http_client:
+            body = {"model": "policy", "messages": question}
+            answer = await http_client.post("chat/completions", json=body)
+            await http_client.post("rollouts/current/finish", json={"reward": 0.5})
+    assert completion.choices[0].message.content == "the code is 5"
+    assert message.content[0].type == "text"
+    assert answer.json()["choices"][0]["message"]["content"] == "the code is 5"
+    turns = [e for e in (await bench.events())["r1"] if isinstance(e, TurnCompleted)]
+    assert [(turn.session_id, turn.protocol) for turn in turns] == [
+        ("main", "openai_chat"),
+        ("helper", "anthropic_messages"),
+        ("main", "openai_chat"),
+    ]
+
+
+async def test_a_package_that_is_not_installed_is_named(
+    client: GatewayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    rollout = client.rollout(group_id="g")
+    with pytest.raises(ModuleNotFoundError, match="pip install anthropic"):
+        rollout.anthropic()
+
+
+async def test_a_later_reward_replaces_the_first_and_an_unfinished_rollout_takes_none(
+    bench: Any, client: GatewayClient
+) -> None:
+    async with client.rollout(group_id="g", rollout_id="r1") as rollout:
+        with pytest.raises(GatewayError, match="only the reward of a finished rollout") as refused:
+            await client.revise("r1", 0.9)
+        assert refused.value.code == "rollout_not_finished"
+        await rollout.finish(0.5)
+    await client.revise("r1", 0.75, rewards={"judge": 0.75}, reason="a person looked")
+    *_, revised = (await bench.events())["r1"]
+    assert isinstance(revised, RewardRevised)
+    assert (revised.reward, revised.rewards, revised.reason) == (
+        0.75,
+        {"judge": 0.75},
+        "a person looked",
+    )

@@ -16,10 +16,13 @@ import turnfold
 from turnfold.agents import GatewayClient
 from turnfold.agents.worker.app import Worker
 from turnfold.agents.worker.client import AgentError, load_agent
+from turnfold.agents.worker.settings import Settings
 from turnfold.embedded.broker.testing import BrokerProcess
 from turnfold.schemas import codec
+from turnfold.schemas.batches import GroupDropped, Positions
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.events import RolloutAborted, RolloutFinished
+from turnfold.schemas.run import RunConfig
 from turnfold.schemas.testing import task
 
 AgentFile = Callable[[str], str]
@@ -232,6 +235,7 @@ async def test_two_workers_share_the_tasks_and_run_none_twice(
     assert len(starts(agent)) == len(set(starts(agent))) == 24
 
 
+@pytest.mark.field_case("miles#2254")
 async def test_a_killed_worker_leaves_its_group_and_the_next_worker_takes_the_rest(
     bench: Any, agent_file: AgentFile, starts: Starts, eventually: Any
 ) -> None:
@@ -302,6 +306,7 @@ async def start_process(bench: Any, agent: str) -> asyncio.subprocess.Process:
     )
 
 
+@pytest.mark.field_case("miles#1717")
 async def test_errors_of_agents_are_logged_once_in_full(
     client: GatewayClient, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,6 +325,134 @@ async def test_errors_of_agents_are_logged_once_in_full(
     assert len([r for r in caplog.records if "ZeroDivisionError" in r.message]) == 3
 
 
+@pytest.mark.field_case("verl#7155")
+async def test_rollouts_of_a_decided_group_end_and_those_that_wait_never_start(
+    bench: Any, agent_file: AgentFile, starts: Starts, eventually: Any
+) -> None:
+    agent = agent_file("if task.get('slow'): await asyncio.sleep(3600)\nreturn 1.0")
+    async with bench.worker(agent, concurrency=2):
+        slow = await bench.dispatch(n=3, payload={"slow": True})
+
+        async def is_full() -> bool:
+            return len(starts(agent)) == 2
+
+        await eventually(is_full)
+        await bench.decide(dropped(slow.group_id))
+        await bench.dispatch(n=2)
+        ends = await bench.wait_for_ends(4)
+    reasons = {name: getattr(end, "reason", None) for name, end in ends.items()}
+    assert reasons == {
+        **dict.fromkeys(sorted(starts(agent)[:2]), "group_decided"),
+        "g1-00": None,
+        "g1-01": None,
+    }
+    assert len(starts(agent)) == 4  # the third of the slow group was never started
+
+
+async def test_a_damaged_decision_stops_nobody(
+    bench: Any, agent_file: AgentFile, starts: Starts, eventually: Any
+) -> None:
+    agent = agent_file("await asyncio.sleep(3600)")
+
+    async def has_started() -> bool:
+        return len(starts(agent)) == 1
+
+    async with bench.worker(agent):
+        sent = await bench.dispatch(n=1)
+        await eventually(has_started)
+        await bench.producer.send_raw(bench.topics.batches, key=b"x", value=b"\xff")
+        await bench.decide(dropped("another group"))
+        await bench.decide(dropped(sent.group_id))
+        (end,) = (await bench.wait_for_ends(1)).values()
+    assert end.reason == "group_decided"
+
+
+async def test_a_task_without_a_time_limit_gets_that_of_the_run(
+    bench: Any, agent_file: AgentFile
+) -> None:
+    async with bench.worker(agent_file("return 1.0")):
+        sent = await bench.dispatch(n=1, rollout_timeout_s=None)
+        await bench.wait_for_ends(1)
+    (started, _) = (await bench.events())[f"{sent.group_id}-00"]
+    assert started.deadline_at == pytest.approx(started.at + RunConfig().rollout_timeout_s)
+
+
+@pytest.mark.field_case("miles#1717")
+async def test_the_first_failures_are_in_the_log_and_in_the_health_text(
+    client: GatewayClient, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(task: Any, rollout: Any) -> float:
+        raise ModuleNotFoundError("No module named 'gym'")
+
+    worker = Worker(run, client, concurrency=2)
+
+    async def is_idle() -> bool:
+        return worker.num_pending == 0
+
+    worker.begin(task("g", n=9))
+    assert worker.describe() == "0 of 2 rollouts run, 9 wait"
+    await eventually(is_idle)
+    assert worker.describe() == (
+        "0 of 2 rollouts run; ended: 9 agent_error; the last 9 all ended in agent_error: "
+        "ModuleNotFoundError: No module named 'gym'"
+    )
+    assert [r.levelname for r in caplog.records].count("ERROR") == 1
+    assert "No module named 'gym'" in caplog.records[0].message
+
+
+async def test_an_agent_that_cannot_be_ended_holds_no_slot(
+    client: GatewayClient, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_over = asyncio.Event()
+
+    async def run(task: Any, rollout: Any) -> float:
+        while task.get("stubborn") and not is_over.is_set():
+            try:
+                await is_over.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    worker = Worker(run, client, concurrency=1)
+
+    async def is_idle() -> bool:
+        return worker.num_pending == 0
+
+    worker.begin(task("g0", n=1, payload={"stubborn": True}, rollout_timeout_s=1.0))
+    worker.begin(task("g1", n=1))
+    await eventually(is_idle)
+    is_over.set()
+    assert worker.ended == {"timeout": 1, "completed": 1}
+    assert "must let asyncio.CancelledError pass" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected an agent or a command"),
+        ({"agent": "a.py:run", "command": "true"}, "got both 'a.py:run' and 'true'"),
+        ({"agent": "a.py:run", "cleanup_command": "true"}, "go with a command"),
+        ({"agent": "a.py:run", "setup_timeout_s": 0.0}, "setup_timeout_s: expected more than 0"),
+        ({"agent": "a.py:run", "agent_grace_s": -1.0}, "agent_grace_s: expected 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(control_key="k", **options)
+
+
+def dropped(group_id: str) -> GroupDropped:
+    return GroupDropped(
+        run_id="default",
+        group_id=group_id,
+        dispatch_index=0,
+        reason="too_few_survivors",
+        positions=Positions(tasks={}, trajectories={}),
+        at=0.0,
+        config_digest="",
+    )
+
+
 def test_an_agent_is_loaded_from_a_module_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "my_agent.py"
     path.write_text("async def run(task, rollout):\n    return 1.0\n\ndef plain(): ...\n")
@@ -335,8 +468,21 @@ def test_an_agent_is_loaded_from_a_module_or_a_file(tmp_path: Path) -> None:
         ("no_such_module_anywhere:run", "cannot be imported"),
         ("turnfold.agents.results:nothing", "has no 'nothing'"),
         ("turnfold.agents.results:as_result", r"expected `async def as_result\(task, rollout\)`"),
+        ("turnfold.agents.results:as_result", r'--command "python my_agent\.py"'),
+        ("turnfold.embedded.tiny.agent:rum", "has no 'rum'; it has async run"),
+        ("turnfold.agents.worker.app:run", r"called with \(task, rollout\) and takes"),
     ],
 )
 def test_an_agent_that_cannot_be_loaded_is_explained(name: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):
         load_agent(name)
+
+
+def test_a_mistake_in_the_agents_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("async def run(task, rollout)\n    return 1.0\n")
+    with pytest.raises(AgentError, match=r"SyntaxError: expected ':' \(line 1\)"):
+        load_agent(f"{path}:run")
+    path.write_text("import no_such_package\n")
+    with pytest.raises(AgentError, match="No module named 'no_such_package'"):
+        load_agent(f"{path}:run")

@@ -3,25 +3,44 @@
     from turnfold.agents import EnvironmentFailed, Result
 
     async def run(task, rollout):
-        client = AsyncOpenAI(base_url=rollout.base_url, api_key=rollout.api_key)
-        ...
-        return 1.0                                  # the reward
+        async with rollout.openai() as client:       # an AsyncOpenAI; or rollout.anthropic(), .http()
+            ...
+        return 1.0                                   # the reward
+        return {"format": 0.1, "answer": 0.4}        # in named parts
         return Result(reward=0.5, is_truncated=True)
 
 An agent that is started by something else than `turnfold worker` opens its rollouts itself, with
 `GatewayClient`.
 """
 
-from turnfold.agents.client import GatewayClient, GatewayError, Rollout, RolloutClosed, Session
-from turnfold.agents.results import EnvironmentFailed, InvalidResult, Result
+from turnfold.agents.client import (
+    GatewayClient,
+    GatewayError,
+    ModelAccess,
+    Rollout,
+    RolloutClosed,
+    Session,
+)
+from turnfold.agents.results import (
+    EnvironmentFailed,
+    InvalidResult,
+    Outcome,
+    Reason,
+    Result,
+    SetUpTimedOut,
+)
 
 __all__ = [
     "EnvironmentFailed",
     "GatewayClient",
     "GatewayError",
     "InvalidResult",
+    "ModelAccess",
+    "Outcome",
+    "Reason",
     "Result",
     "Rollout",
     "RolloutClosed",
     "Session",
+    "SetUpTimedOut",
 ]

@@ -12,6 +12,16 @@ def worker(
         str | None,
         typer.Option(help="The agent: module:function or path/to/file.py:function."),
     ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(help="The agent as a command instead, run once a rollout."),
+    ] = None,
+    setup_command: Annotated[
+        str | None, typer.Option(help="Run before the command; if it fails, no agent is to blame.")
+    ] = None,
+    cleanup_command: Annotated[
+        str | None, typer.Option(help="Run after the command, whatever happened.")
+    ] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Rollouts that run at a time, over all groups.")
     ] = None,
@@ -34,10 +44,18 @@ def worker(
 
         turnfold worker --agent my_agent.py:run --concurrency 32
 
+    or any program, which finds the task in $TURNFOLD_TASK (JSON), the API in $OPENAI_BASE_URL and
+    $OPENAI_API_KEY (or $ANTHROPIC_…), and prints {"reward": 0.5} in the end:
+
+        turnfold worker --command "python my_agent.py"
+
+        turnfold worker --command "docker run --rm --name {name} {env} {image} python agent.py"
+            --setup-command "docker pull {image}" --cleanup-command "docker rm -f {name}"
+
     TURNFOLD_CONTROL_KEY is the gateway's control key. Start as many workers as you like, on any
     machine: they share the tasks. An exception, a timeout or a result that is no number ends the
     rollout without a reward, which is not a reward of 0. On SIGTERM what runs gets some seconds to
-    finish.
+    finish. `turnfold try` runs an agent on a few tasks without any of this.
     """
     import os
 
@@ -51,6 +69,9 @@ def worker(
         Settings,
         os.environ,
         agent=agent,
+        command=command,
+        setup_command=setup_command,
+        cleanup_command=cleanup_command,
         concurrency=concurrency,
         gateway_url=gateway_url,
         bootstrap=bootstrap,

@@ -2,7 +2,7 @@
 
     async with GatewayClient("http://127.0.0.1:8080", control_key) as gateway:
         async with gateway.rollout(group_id="g1", payload={"question": "1+1"}) as rollout:
-            client = AsyncOpenAI(base_url=rollout.base_url, api_key=rollout.api_key)
+            client = rollout.openai()           # or rollout.anthropic(), or rollout.http()
             ...
             await rollout.finish(1.0)
 
@@ -13,20 +13,31 @@ be sent twice, so a restart of the gateway loses no rollout.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import httpx
 import msgspec
 
-from turnfold.agents.results import EnvironmentFailed
+from turnfold.agents.deadlines import Deadlines
+from turnfold.agents.results import EnvironmentFailed, SetUpTimedOut
+from turnfold.log.resets import resets_are_transport_errors
 from turnfold.schemas import codec
 from turnfold.schemas.tasks import Task
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_NUM_RETRIES = 8
+"""Of an SDK's call: they carry an agent over a restart of the gateway or of an engine."""
+_CALL_TIMEOUT_S = 600.0
 
 Status = Literal["new", "running", "finished", "aborted"]
 
@@ -88,12 +99,35 @@ class GatewayClient:
             split=task.split,
             history_mode=task.history_mode,
             nonlinear=task.nonlinear,
+            rewrites=task.rewrites,
             timeout_s=task.rollout_timeout_s,
             sampling=msgspec.to_builtins(task.sampling),
             max_turns=task.max_turns,
             max_context_tokens=task.max_context_tokens,
             dispatch_index=task.dispatch_index,
         )
+
+    async def revise(
+        self,
+        rollout_id: str,
+        reward: float,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[str, float] | None = None,
+        reason: str = "",
+    ) -> None:
+        """Replace the reward of a finished rollout: a judge or a person has decided later.
+
+        It counts for training when it comes before the rollout's batch is cut. Raises GatewayError,
+        with the code `rollout_not_finished` when there is no reward to replace.
+        """
+        body = {
+            "reward": reward,
+            "rewards": dict(rewards or {}),
+            "turn_rewards": dict(turn_rewards or {}),
+            "reason": reason,
+        }
+        await self.post(f"/v1/rollouts/{rollout_id}/reward", body)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to the control API. Raises GatewayError and RolloutClosed."""
@@ -109,12 +143,13 @@ class GatewayClient:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                response = await self._http.request(
-                    method,
-                    f"{self.url}{path}",
-                    content=content,
-                    headers={"content-type": codec.JSON},
-                )
+                with resets_are_transport_errors():
+                    response = await self._http.request(
+                        method,
+                        f"{self.url}{path}",
+                        content=content,
+                        headers={"content-type": codec.JSON},
+                    )
                 if not _is_worth_repeating(response):
                     return _body(response)
                 failure = GatewayError(_explained(response), status=response.status_code)
@@ -126,16 +161,59 @@ class GatewayClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """Access to one conversation of a rollout."""
+class ModelAccess:
+    """A base URL and a key, and clients that are made with them.
 
-    session_id: str
+    Nothing but these two is needed: any client of the OpenAI or the Anthropic API will do.
+    """
+
     base_url: str
-    """Ends in /v1."""
+    """For the OpenAI SDK and for plain HTTP; ends in /v1."""
     api_key: str
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """For the Anthropic SDK, which adds /v1 itself."""
+        return self.base_url.removesuffix("/v1")
 
-class Rollout:
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        """A client of the `openai` package; use it in `async with`, or close it."""
+        openai = _imported("openai")
+        options = {"max_retries": _NUM_RETRIES, **options}
+        client: AsyncOpenAI = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, **options
+        )
+        return client
+
+    def anthropic(self, **options: Any) -> AsyncAnthropic:
+        """A client of the `anthropic` package; use it in `async with`, or close it."""
+        anthropic = _imported("anthropic")
+        options = {"max_retries": _NUM_RETRIES, **options}
+        client: AsyncAnthropic = anthropic.AsyncAnthropic(
+            base_url=self.anthropic_base_url, api_key=self.api_key, **options
+        )
+        return client
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        """A plain HTTP client: `await client.post("chat/completions", json={…})`."""
+        options = {"timeout": _CALL_TIMEOUT_S, **options}
+        return httpx.AsyncClient(
+            base_url=f"{self.base_url}/",
+            headers={"authorization": f"Bearer {self.api_key}"},
+            **options,
+        )
+
+
+class Session(ModelAccess):
+    """Access to one conversation of a rollout."""
+
+    def __init__(self, *, session_id: str, base_url: str, api_key: str) -> None:
+        self.session_id = session_id
+        self.base_url = base_url
+        self.api_key = api_key
+
+
+class Rollout(ModelAccess):
     """One attempt at a task: where to send model calls, and how to give the reward.
 
     As a context manager it starts the rollout, and aborts it when the block ends without a reward:
@@ -151,8 +229,10 @@ class Rollout:
         self.status: Status = "new"
         self.rollout_id = ""
         self.base_url = ""
-        """For model calls; ends in /v1."""
         self.api_key = ""
+        self.deadlines: Deadlines | None = None
+        """Set by the worker; seconds after the start."""
+        self.is_setting_up = False
         self._gateway = gateway
         self._fields = dict(fields)
 
@@ -183,13 +263,20 @@ class Rollout:
         reward: float,
         *,
         rewards: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[str, float] | None = None,
         is_truncated: bool = False,
         info: Mapping[str, str] | None = None,
     ) -> None:
-        """Give the reward. Raises RolloutClosed when the rollout has ended otherwise before."""
+        """Give the reward, and those of single turns by the ids of their responses.
+
+            await rollout.finish(1.0, turn_rewards={completion.id: 0.2})
+
+        Raises RolloutClosed when the rollout has ended otherwise before.
+        """
         body = {
             "reward": reward,
             "rewards": dict(rewards or {}),
+            "turn_rewards": dict(turn_rewards or {}),
             "is_truncated": is_truncated,
             "info": dict(info or {}),
         }
@@ -212,6 +299,32 @@ class Rollout:
             api_key=access["api_key"],
         )
 
+    @asynccontextmanager
+    async def set_up(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Around what makes the agent's world ready: whatever goes wrong inside is not the agent.
+
+            async with rollout.set_up(120):
+                sandbox = await start_sandbox(task["image"])
+
+        Without `timeout_s` the worker's TURNFOLD_SETUP_TIMEOUT_S holds. Raises SetUpTimedOut, and
+        EnvironmentFailed in place of any other exception.
+        """
+        if timeout_s is None and self.deadlines is not None:
+            timeout_s = self.deadlines.setup_s
+        deadline = asyncio.timeout(timeout_s)
+        self.is_setting_up = True
+        try:
+            async with deadline:
+                yield
+        except EnvironmentFailed:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                raise SetUpTimedOut(f"not ready after {timeout_s:g} s") from error
+            raise EnvironmentFailed(f"set-up: {type(error).__name__}: {error}") from error
+        finally:
+            self.is_setting_up = False
+
     async def inspect(self) -> dict[str, Any]:
         """Turns, continuity counts and status as the gateway has them in the log."""
         return await self._gateway.get(f"/v1/rollouts/{self.rollout_id}")
@@ -222,6 +335,15 @@ class Rollout:
         except RolloutClosed:
             self.status = "aborted" if how == "finish" else "finished"
             raise
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"rollout.{package}() needs the package {package}: pip install {package}"
+        ) from error
 
 
 def _reason_of(error: BaseException | None) -> tuple[str, str]:

@@ -11,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, cast
 
+import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import IllegalStateError, KafkaError
 from faststream.kafka import KafkaBroker, KafkaMessage
 
-from turnfold.agents.client import GatewayClient, GatewayError, Rollout, RolloutClosed
-from turnfold.agents.results import EnvironmentFailed, InvalidResult, as_result
-from turnfold.agents.worker import metrics
-from turnfold.agents.worker.client import Agent, load_agent
+from turnfold.agents.attempts.app import Agent, Attempt, Ended
+from turnfold.agents.blocking.app import warning_when_blocked
+from turnfold.agents.client import GatewayClient
+from turnfold.agents.deadlines import deadlines
+from turnfold.agents.decisions.app import following_decisions
+from turnfold.agents.results import outcome_of
+from turnfold.agents.worker import metrics, status
+from turnfold.agents.worker.client import agent_of
 from turnfold.agents.worker.settings import Settings
 from turnfold.log.client import wait_for_topics
 from turnfold.log.faststream import commit, message_broker
@@ -33,31 +38,44 @@ log = logging.getLogger("turnfold.worker")
 
 _TOPICS_TIMEOUT_S = 30.0
 _PING_EVERY_S = 5.0
+_REPORT_EVERY_S = 30.0
 _GOODBYE_S = 5.0
 _NUM_REMEMBERED = 10_000
-_MAX_MESSAGE_CHARS = 1000
+_MAX_LOGGED_CHARS = 300
 
 
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
     """Run agents until `stop` is set, then let those that run finish within the grace.
 
-    Raises AgentError, BrokerUnavailable, or MissingTopic.
+    Raises AgentError, CommandError, BrokerUnavailable, or MissingTopic.
     """
     # Loading an agent runs its imports, which may take long.
-    agent = await asyncio.to_thread(load_agent, settings.agent)
-    await wait_for_topics(settings.bootstrap, [settings.topics.tasks], _TOPICS_TIMEOUT_S)
+    agent = await asyncio.to_thread(agent_of, settings)
+    topics = settings.topics
+    await wait_for_topics(settings.bootstrap, [topics.tasks, topics.batches], _TOPICS_TIMEOUT_S)
     async with GatewayClient(
         settings.gateway_url, settings.control_key, patience_s=settings.gateway_patience_s
     ) as gateway:
-        worker = Worker(agent, gateway, settings.concurrency)
+        worker = Worker(
+            agent,
+            gateway,
+            settings.concurrency,
+            rollout_timeout_s=config.rollout_timeout_s,
+            agent_grace_s=settings.agent_grace_s,
+            setup_timeout_s=settings.setup_timeout_s,
+        )
         broker = create_broker(settings, config, worker)
-        async with broker:
-            await broker.start()
-            await _watch(broker, worker, health, stop)
-            worker.close()
-        # The group's other members have the partitions by now; what runs here may finish.
-        health.not_ready("stopping")
-        await worker.drain(settings.grace_s)
+        async with (
+            following_decisions(settings.bootstrap, topics.batches, worker.cancel_group),
+            warning_when_blocked(),
+        ):
+            async with broker:
+                await broker.start()
+                await _watch(broker, worker, health, stop)
+                worker.close()
+            # The group's other members have the partitions by now; what runs here may finish.
+            health.not_ready("stopping")
+            await worker.drain(settings.grace_s)
 
 
 def create_broker(settings: Settings, config: RunConfig, worker: Worker) -> KafkaBroker:
@@ -93,13 +111,35 @@ def create_broker(settings: Settings, config: RunConfig, worker: Worker) -> Kafk
 class Worker:
     """Runs the rollouts of any number of groups, at most `concurrency` at a time."""
 
-    def __init__(self, agent: Agent, gateway: GatewayClient, concurrency: int) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        gateway: GatewayClient,
+        concurrency: int,
+        *,
+        rollout_timeout_s: float = 1800.0,
+        agent_grace_s: float = 10.0,
+        setup_timeout_s: float | None = None,
+    ) -> None:
         self.agent = agent
         self.gateway = gateway
         self.concurrency = concurrency
+        self.rollout_timeout_s = rollout_timeout_s
+        """For a task that does not say."""
+        self.agent_grace_s = agent_grace_s
+        self.setup_timeout_s = setup_timeout_s
         self.is_closed = False
+        self.ended: Counter[str] = Counter()
+        """Rollouts by outcome."""
+        self.streak = status.Streak()
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._attempts: defaultdict[str, set[Attempt]] = defaultdict(set)
+        """By group, those of which the agent runs."""
+        self._decided: set[str] = set()
+        """Groups with rollouts here that are not needed any more."""
+        self._pending: Counter[str] = Counter()
+        """Rollouts by group."""
         self._room = asyncio.Event()
         self._room.set()
         self._taken: OrderedDict[str, None] = OrderedDict()
@@ -110,10 +150,31 @@ class Worker:
         """Rollouts that run or wait for a slot."""
         return len(self._tasks)
 
+    @property
+    def running(self) -> list[status.Running]:
+        """Rollouts that hold a slot now."""
+        now = time.monotonic()
+        return [
+            status.Running(one.rollout.rollout_id or group_id, one.phase, now - one.began)
+            for group_id, attempts in self._attempts.items()
+            for one in attempts
+        ]
+
+    def describe(self) -> str:
+        """What runs, what waits and what became of the rest, in one line."""
+        running = self.running
+        num_waiting = max(0, self.num_pending - len(running))
+        return status.line(running, num_waiting, self.concurrency, self.ended, self.streak)
+
     async def wait_for_room(self) -> bool:
         """True as soon as a rollout could start at once; False when the worker is closed."""
         await self._room.wait()
         return not self.is_closed
+
+    async def wait_until_idle(self) -> None:
+        """Until every rollout that was begun has ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     def has_taken(self, group_id: str) -> bool:
         """Whether this worker took the group before: Kafka redelivers after a rebalance."""
@@ -126,11 +187,23 @@ class Worker:
             self._taken.popitem(last=False)
         metrics.GROUPS.inc()
         log.debug("group %s: task %s, %d rollouts", task.group_id, task.task_id, task.n)
+        if task.rollout_timeout_s is None:
+            task = msgspec.structs.replace(task, rollout_timeout_s=self.rollout_timeout_s)
         for index in range(task.n):
             running = asyncio.create_task(self._run_rollout(task, index))
             self._tasks.add(running)
+            self._pending[task.group_id] += 1
             running.add_done_callback(self._forget)
         self._update_room()
+
+    def cancel_group(self, group_id: str) -> None:
+        """Nobody needs its rollouts any more: end those that run, do not start the others."""
+        if group_id not in self._pending:
+            return
+        log.info("group %s is decided on: its rollouts end", group_id)
+        self._decided.add(group_id)
+        for attempt in self._attempts.get(group_id, ()):
+            attempt.stop("group_decided")
 
     def close(self) -> None:
         """Take nothing more; rollouts that wait for a slot will not start."""
@@ -143,10 +216,11 @@ class Worker:
         if self._tasks:
             log.info("%d rollouts have %.0f s to finish", len(self._tasks), grace_s)
             await asyncio.wait(self._tasks, timeout=grace_s)
+        for attempts in self._attempts.values():
+            for attempt in attempts:
+                attempt.stop("worker_shutdown")
         if self._tasks:
-            for running in self._tasks:
-                running.cancel()
-            await asyncio.wait(self._tasks, timeout=_GOODBYE_S)
+            await asyncio.wait(self._tasks, timeout=self.agent_grace_s + _GOODBYE_S)
 
     def _forget(self, running: asyncio.Task[None]) -> None:
         self._tasks.discard(running)
@@ -159,115 +233,70 @@ class Worker:
             self._room.clear()
 
     async def _run_rollout(self, task: Task, index: int) -> None:
-        rollout = self.gateway.rollout_of(task, index)
         try:
             async with self._slots:
-                outcome = await self._outcome(task, rollout)
-        except asyncio.CancelledError:
-            outcome = "worker_shutdown"
-            await self._give_up(rollout)
-        metrics.ROLLOUTS.labels(outcome).inc()
+                ended = await self._attempted(task, index)
+        finally:
+            self._pending[task.group_id] -= 1
+            if not self._pending[task.group_id]:
+                del self._pending[task.group_id]
+                self._attempts.pop(task.group_id, None)
+                self._decided.discard(task.group_id)
+        self._count(f"{task.group_id}-{index:02d}", ended)
 
-    async def _outcome(self, task: Task, rollout: Rollout) -> str:
+    async def _attempted(self, task: Task, index: int) -> Ended:
+        if task.group_id in self._decided:
+            # It was never started, and nobody waits for its end.
+            return Ended(outcome=outcome_of("group_decided"), reason="group_decided")
+        assert task.rollout_timeout_s is not None, "begin() has set it"
+        attempt = Attempt(
+            self.agent,
+            task.payload,
+            self.gateway.rollout_of(task, index),
+            deadlines(task.rollout_timeout_s, self.agent_grace_s, self.setup_timeout_s),
+        )
         if self.is_closed:
-            await self._give_up(rollout)
-            return "worker_shutdown"
+            # Started and aborted without the agent, so that its group need not wait for a deadline.
+            attempt.stop("worker_shutdown")
+        self._attempts[task.group_id].add(attempt)
         try:
             with metrics.RUNNING.track_inprogress():
-                value = await self._run_agent(task, rollout)
-            return await _finished(rollout, value)
-        except RolloutClosed as error:
-            log.info("rollout %s: %s", rollout.rollout_id, error)
-            return "closed"
-        except _Failed as failed:
-            self._report(rollout, failed.reason, failed.error)
-            await _aborted(rollout, failed.reason, failed.message)
-            return failed.reason
+                return await attempt.run()
+        finally:
+            self._attempts[task.group_id].discard(attempt)
 
-    async def _run_agent(self, task: Task, rollout: Rollout) -> Any:
-        """The agent's result. Raises _Failed; the deadline counts from before the start."""
-        deadline = asyncio.timeout(task.rollout_timeout_s)
-        try:
-            async with deadline:
-                await rollout.start()
-                return await self.agent(task.payload, rollout)
-        except RolloutClosed:
-            raise
-        except Exception as error:
-            if rollout.status == "new":
-                raise _Failed("gateway_error", error) from error
-            if deadline.expired() and isinstance(error, TimeoutError):
-                raise _Failed("agent_timeout", error) from error
-            is_environment = isinstance(error, EnvironmentFailed)
-            raise _Failed(
-                "environment_error" if is_environment else "agent_error", error
-            ) from error
+    def _count(self, rollout_id: str, ended: Ended) -> None:
+        metrics.ROLLOUTS.labels(ended.outcome, ended.reason or "").inc()
+        self.ended[ended.outcome] += 1
+        if ended.is_left_behind:
+            metrics.LEFT_BEHIND.inc()
+            log.error(
+                "rollout %s: its agent does not end although it was cancelled, and is left behind; "
+                "an agent must let asyncio.CancelledError pass",
+                rollout_id,
+            )
+        if ended.outcome == "aborted":
+            log.info("rollout %s: %s", rollout_id, ended.reason)
+            return
+        if ended.reason is not None:
+            self._report(rollout_id, ended)
+        self.streak = self.streak.after(ended.reason, ended.message)
+        if self.streak.is_news:
+            log.error("%s: is it the agent itself, or its world?", self.streak.text())
 
-    async def _give_up(self, rollout: Rollout) -> None:
-        """End a rollout that will not be run, so that its group need not wait for a deadline."""
-        try:
-            if rollout.status == "new":
-                await rollout.start()
-        except GatewayError as error:
-            log.warning("a rollout could not be given up: %s", error)
-        await _aborted(rollout, "worker_shutdown")
-
-    def _report(self, rollout: Rollout, reason: str, error: Exception) -> None:
+    def _report(self, rollout_id: str, ended: Ended) -> None:
         """The first error of each kind comes with its traceback, later ones in one line."""
-        is_new = type(error) not in self._seen_errors
-        self._seen_errors.add(type(error))
+        error = ended.error
+        is_new = error is not None and type(error) not in self._seen_errors
+        if error is not None:
+            self._seen_errors.add(type(error))
         log.warning(
             "rollout %s: %s: %s",
-            rollout.rollout_id,
-            reason,
-            type(error).__name__,
+            rollout_id,
+            ended.reason,
+            ended.message.partition("\n")[0][:_MAX_LOGGED_CHARS],
             exc_info=error if is_new else None,
         )
-
-
-class _Failed(Exception):
-    """A rollout without a reward, and why."""
-
-    def __init__(self, reason: str, error: Exception) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.error = error
-
-    @property
-    def message(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"[:_MAX_MESSAGE_CHARS]
-
-
-async def _finished(rollout: Rollout, value: Any) -> str:
-    """Give the reward, unless the agent has done so itself. Raises _Failed and RolloutClosed."""
-    if value is None and rollout.status != "running":
-        return rollout.status
-    try:
-        result = as_result(value)
-    except InvalidResult as error:
-        raise _Failed("invalid_result", error) from error
-    try:
-        await rollout.finish(
-            result.reward,
-            rewards=result.rewards,
-            is_truncated=result.is_truncated,
-            info=result.info,
-        )
-    except RolloutClosed:
-        raise
-    except GatewayError as error:
-        raise _Failed("gateway_error", error) from error
-    return "truncated" if result.is_truncated else "completed"
-
-
-async def _aborted(rollout: Rollout, reason: str, message: str = "") -> None:
-    if rollout.status != "running":
-        return
-    try:
-        await rollout.abort(reason, message)
-    except GatewayError as error:
-        # Past its deadline the healer ends it.
-        log.warning("rollout %s could not be aborted: %s", rollout.rollout_id, error)
 
 
 def _is_expired(task: Task, config: RunConfig, now: float) -> bool:
@@ -297,12 +326,17 @@ async def _is_ours(task: Task, message: KafkaMessage, worker: Worker) -> bool:
 
 
 async def _watch(broker: KafkaBroker, worker: Worker, health: Health, stop: asyncio.Event) -> None:
-    """Keep the health up to date until the worker is asked to stop."""
+    """Keep the health up to date until the worker is asked to stop, and log what changes."""
+    shown, report_at = "", time.monotonic()
     while not stop.is_set():
+        described = worker.describe()
         if await broker.ping(_PING_EVERY_S):
-            health.ready(f"{worker.num_pending} rollouts, up to {worker.concurrency} at a time")
+            health.ready(described)
         else:
             health.not_ready("Kafka does not answer")
+        if described != shown and time.monotonic() >= report_at:
+            log.info("%s", described)
+            shown, report_at = described, time.monotonic() + _REPORT_EVERY_S
         try:
             await asyncio.wait_for(stop.wait(), _PING_EVERY_S)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Loads the agent that a worker is to run."""
+"""Finds the agent that a worker is to run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from turnfold.agents.client import Rollout
+from turnfold.agents.attempts.app import Agent
+from turnfold.agents.commands.app import CommandAgent
+from turnfold.agents.worker.settings import Settings
 from turnfold.schemas.errors import UserError
-
-Agent = Callable[[Any, Rollout], Awaitable[Any]]
-"""`async def agent(task, rollout)`: task is the payload, the result a reward or a Result."""
 
 
 class AgentError(UserError):
     """An agent that cannot be loaded; the text says what was expected."""
+
+
+def agent_of(settings: Settings) -> Agent:
+    """The agent that the settings name. Raises AgentError and CommandError."""
+    if settings.agent:
+        return load_agent(settings.agent)
+    return CommandAgent(
+        settings.command, setup=settings.setup_command, cleanup=settings.cleanup_command
+    )
 
 
 def load_agent(name: str) -> Agent:
@@ -36,10 +42,34 @@ def load_agent(name: str) -> Agent:
     module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
     function = getattr(module, function_name, None)
     if function is None:
-        raise AgentError(f"agent {name!r}: {where} has no {function_name!r}")
+        raise AgentError(f"agent {name!r}: {where} has no {function_name!r}{_meant(module)}")
     if not inspect.iscoroutinefunction(function):
-        raise AgentError(f"agent {name!r}: expected `async def {function_name}(task, rollout)`")
+        raise AgentError(
+            f"agent {name!r}: expected `async def {function_name}(task, rollout)`. A program that "
+            'is not async runs as a command: --command "python my_agent.py"'
+        )
+    _check_parameters(name, function)
     return function  # type: ignore[no-any-return]
+
+
+def _meant(module: ModuleType) -> str:
+    """The async functions that are there, when the one asked for is not."""
+    found = [
+        name
+        for name, function in vars(module).items()
+        if inspect.iscoroutinefunction(function) and not name.startswith("_")
+    ]
+    return f"; it has async {', '.join(found)}" if found else ""
+
+
+def _check_parameters(name: str, function: Agent) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind("task", "rollout")
+    except TypeError as error:
+        raise AgentError(
+            f"agent {name!r}: it is called with (task, rollout) and takes {signature}"
+        ) from error
 
 
 def _from_name(name: str) -> ModuleType:
@@ -63,5 +93,14 @@ def _from_file(path: Path) -> ModuleType:
     assert spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise AgentError(f"agent file {path} cannot be loaded: {_what(error)}") from error
     return module
+
+
+def _what(error: Exception) -> str:
+    """An error of the agent's own file, with the line when there is one."""
+    line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error.msg if line else error}{line}"  # type: ignore[attr-defined]

@@ -18,6 +18,9 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from turnfold.agents.worker.client import agent_of
+from turnfold.agents.worker.settings import Settings as WorkerSettings
+from turnfold.dispatcher.client import open_dataset
 from turnfold.embedded.demo import display
 from turnfold.embedded.demo.pipeline import (
     Layout,
@@ -37,6 +40,7 @@ from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import Event
 from turnfold.schemas.policies import PolicyEvent
 from turnfold.schemas.run import RunConfig
+from turnfold.schemas.settings import load
 from turnfold.schemas.tasks import Task
 from turnfold.schemas.topics import Topics
 
@@ -49,6 +53,29 @@ _KIND: dict[str, Any] = {
 }
 
 
+DOOR_AGENT = "turnfold.embedded.tiny.agent:run"
+
+
+class Own(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent and tasks of the user's, in place of the demo's."""
+
+    agent: str = ""
+    command: str = ""
+    dataset: Path
+
+    def check(self) -> None:
+        """Raises UserError, now rather than in a log file of the worker or the dispatcher."""
+        settings = load(
+            WorkerSettings,
+            {},
+            agent=self.agent or None,
+            command=self.command or None,
+            control_key="-",
+        )
+        agent_of(settings)
+        open_dataset(str(self.dataset), "train")
+
+
 class Keys(msgspec.Struct, frozen=True):
     """Secrets of a run, kept beside its log so that a resumed run accepts the same session keys."""
 
@@ -57,9 +84,17 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def run_demo(
-    run_dir: Path, model_dir: Path, config: RunConfig, training: Training, *, seed: int
+    run_dir: Path,
+    model_dir: Path,
+    config: RunConfig,
+    training: Training,
+    *,
+    seed: int,
+    own: Own | None = None,
 ) -> bool:
     """Run until `training.num_batches` are trained; True when every claim of the report holds."""
+    if own is not None:
+        own.check()
     console = Console()
     run_dir.mkdir(parents=True, exist_ok=True)
     _make_model(console, model_dir, seed)
@@ -72,9 +107,12 @@ def run_demo(
         control_key=(keys := load_keys(run_dir)).control_key,
         key_secret=keys.key_secret,
         python=sys.executable,
-        agent="turnfold.embedded.tiny.agent:run",
+        agent=DOOR_AGENT if own is None else own.agent,
+        command="" if own is None else own.command,
+        own_dataset=None if own is None else own.dataset.absolute(),
     )
-    write_dataset(layout.dataset, seed)
+    if own is None:
+        write_dataset(layout.dataset, seed)
     return asyncio.run(_run(console, layout))
 
 
@@ -235,9 +273,15 @@ async def _report(console: Console, layout: Layout, progress: Progress) -> bool:
     # The policies topic is compacted: of a resumed run only the later batches were measured.
     steps = [line.metrics["optimizer_steps"] for line in progress.trained if line.is_trained]
     num_planned = layout.training.num_steps_a_batch * len(steps)
+    # What an agent of the user's comes to is not for us to say.
+    is_own = layout.own_dataset is not None
     claims = {
-        f"mean reward {rewards[0]:.2f} → {best_mean(rewards):.2f}": best_mean(rewards) > 0.75,
-        f"turns healed: {progress.continuity['healed']}": progress.continuity["healed"] > 0,
+        f"mean reward {rewards[0]:.2f} → {best_mean(rewards):.2f}": (
+            is_own or best_mean(rewards) > 0.75
+        ),
+        f"turns healed: {progress.continuity['healed']}": (
+            is_own or progress.continuity["healed"] > 0
+        ),
         f"optimizer steps {sum(steps):.0f} = mini-batches × epochs × batches = {num_planned}": (
             sum(steps) == num_planned
         ),

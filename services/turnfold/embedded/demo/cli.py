@@ -17,6 +17,15 @@ def demo(
         bool, typer.Option("--resume", help="Go on with the newest run instead of a new one.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the model and of the tasks.")] = 0,
+    agent: Annotated[
+        str, typer.Option(help="An agent of yours: path/to/file.py:function; needs --tasks.")
+    ] = "",
+    command: Annotated[
+        str, typer.Option(help="An agent of yours as a command; needs --tasks.")
+    ] = "",
+    tasks: Annotated[
+        Path | None, typer.Option(help="Tasks of yours: a .jsonl, .parquet or .arrow file.")
+    ] = None,
 ) -> None:
     """Run the whole pipeline on this machine and watch the reward rise.
 
@@ -27,12 +36,26 @@ def demo(
 
     Kill any of the processes while it runs: it is started again and nothing is lost. Ctrl-C stops
     cleanly; `turnfold demo --resume` goes on.
+
+    With an agent and tasks of yours it trains those instead, on the same tiny model, which knows
+    nothing but doors: enough to see the whole pipeline work on them.
+
+        turnfold demo --agent my_agent.py:run --tasks my_tasks.jsonl --batches 3
     """
-    from turnfold.embedded.demo.app import run_demo
+    from turnfold.embedded.demo.app import Own, run_demo
     from turnfold.embedded.demo.recipe import CONFIG, training
 
     run_dir = newest_run(directory) if resume else next_run(directory)
-    is_good = run_demo(run_dir, directory / f"model-{seed}", CONFIG, training(batches), seed=seed)
+    own = None
+    if agent or command or tasks is not None:
+        if tasks is None or not (agent or command):
+            raise typer.BadParameter(
+                "an agent of yours needs tasks, and tasks need an agent or a command",
+                param_hint="--tasks",
+            )
+        own = Own(agent=agent, command=command, dataset=tasks)
+    model_dir = directory / f"model-{seed}"
+    is_good = run_demo(run_dir, model_dir, CONFIG, training(batches), seed=seed, own=own)
     raise typer.Exit(0 if is_good else 1)
 
 

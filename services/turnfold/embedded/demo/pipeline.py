@@ -46,7 +46,11 @@ class Layout(Wire, frozen=True, kw_only=True):
     python: str
     """Interpreter that runs the services."""
     agent: str
-    """The agent as `module:function` or `path.py:function`."""
+    """The agent as `module:function` or `path.py:function`; empty when it is a command."""
+    command: str = ""
+    """The agent as a command instead."""
+    own_dataset: Path | None = None
+    """Tasks of the user's; without it `dataset` is made for the demo's own."""
     num_concurrent: int = 32
     """Rollouts that the worker runs at a time."""
 
@@ -64,7 +68,7 @@ class Layout(Wire, frozen=True, kw_only=True):
 
     @property
     def dataset(self) -> Path:
-        return self.run_dir / "tasks.jsonl"
+        return self.own_dataset or self.run_dir / "tasks.jsonl"
 
     @property
     def num_steps(self) -> int:
@@ -154,11 +158,12 @@ def service_specs(layout: Layout) -> tuple[ServiceSpec, ...]:
             argv=_turnfold(
                 layout,
                 "worker",
-                "--agent",
-                layout.agent,
+                *(("--command", layout.command) if layout.command else ("--agent", layout.agent)),
                 "--concurrency",
                 layout.num_concurrent,
             ),
+            # Running agents get their grace, and those that do not end then get theirs.
+            stop_timeout_s=30.0,
         ),
     )
 

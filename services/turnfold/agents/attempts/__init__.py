@@ -1,0 +1,1 @@
+"""One rollout, from its start to an end that the log knows."""

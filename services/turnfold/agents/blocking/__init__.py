@@ -1,0 +1,1 @@
+"""Says which line of an agent holds up all the others."""

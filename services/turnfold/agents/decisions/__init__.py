@@ -1,0 +1,1 @@
+"""Which groups the assembler has decided on, as it happens."""

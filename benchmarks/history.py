@@ -11,6 +11,8 @@ grew to so many tokens and messages; its client hands the arguments of every cal
 order, so that linear mode heals every turn and tree mode forks. With `--reference`, an environment
 that has agentcore-rl-toolkit 0.2.0 runs the same conversations (see history_reference/heal.py).
 
+`memory` is what a session holds after such a conversation, caches included, in bytes.
+
 `rows` replays conversations at a drift of 0, 0.3 and 1, which is the share of replies that come
 back otherwise than they were sampled: the arguments of a call in another order or, where there is
 none, a tenth of the words in other tokens. `processed_tokens` is the sum of the lengths of all rows.
@@ -19,6 +21,7 @@ none, a tenth of the words in other tokens. `processed_tokens` is the sum of the
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -232,6 +236,23 @@ def cpu_of_a_turn(
     return found
 
 
+def memory_of_a_session(model: Model, num_tokens: int, num_messages: int) -> dict[str, Any]:
+    """Bytes that stay allocated after a conversation, its messages and caches included."""
+    conversation = coding_agent(model, num_tokens, num_messages)
+    found: dict[str, Any] = {"messages": num_messages}
+    modes: tuple[HistoryMode, ...] = ("linear", "tree")
+    for mode in modes:
+        tracemalloc.start()
+        rollout = Rollout(model, mode)
+        play(rollout, conversation, lambda: True)
+        found["tokens"] = rollout.events[-1].num_prompt_tokens
+        rollout.events.clear()
+        gc.collect()
+        found[mode] = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    return found
+
+
 def last_mean(cpu_ms: list[float]) -> float:
     return round(statistics.mean(cpu_ms[-MEASURED_TURNS:]), 2)
 
@@ -369,6 +390,7 @@ def main() -> None:
         if "cpu" not in args.skip:
             cpu_of_a_turn(model, folder, 500, 6, None)  # imports, compiles, learns the template
             result["cpu"] = [cpu_of_a_turn(model, folder, *size, args.reference) for size in SIZES]
+            result["memory"] = [memory_of_a_session(model, *size) for size in SIZES]
         if "rows" not in args.skip:
             conversations = (
                 list(recorded_conversations(args.traces, args.limit))

@@ -77,6 +77,7 @@ class Conversation:
     renderer: Any
     mode: Any = "linear"
     nonlinear: Any = "reset"
+    rewrites: Any = "keep"
     session: Session = field(default_factory=lambda: Session("s1", "r1"))
     events: list[TurnCompleted] = field(default_factory=list)
     replies: list[ChatMessage] = field(default_factory=list)
@@ -102,7 +103,13 @@ class Conversation:
 
     def plan(self, messages: Sequence[ChatMessage], tools: Any = None) -> PromptPlan:
         plan = plan_prompt(
-            self.session, self.renderer, messages, tools, mode=self.mode, nonlinear=self.nonlinear
+            self.session,
+            self.renderer,
+            messages,
+            tools,
+            mode=self.mode,
+            nonlinear=self.nonlinear,
+            rewrites=self.rewrites,
         )
         shared: list[int] = []
         if plan.parent_turn_id is not None:

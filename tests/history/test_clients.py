@@ -20,6 +20,9 @@ MUTATIONS: dict[str, Callable[[ChatMessage], ChatMessage]] = {
     "arguments as text": lambda reply: msgspec.structs.replace(
         reply, tool_calls=tuple(_as_text(call) for call in reply.tool_calls)
     ),
+    "arguments as spaced text": lambda reply: msgspec.structs.replace(
+        reply, tool_calls=tuple(_as_text(call, indent=2) for call in reply.tool_calls)
+    ),
     "stripped": lambda reply: msgspec.structs.replace(reply, content=reply.content.strip()),
     "reasoning dropped": lambda reply: msgspec.structs.replace(reply, reasoning=""),
     "text beside a call dropped": lambda reply: (
@@ -36,8 +39,11 @@ def _reordered(call: ToolCall) -> ToolCall:
     return msgspec.structs.replace(call, arguments=dict(reversed(call.arguments.items())))
 
 
-def _as_text(call: ToolCall) -> ToolCall:
-    return msgspec.structs.replace(call, arguments=msgspec.json.encode(call.arguments).decode())
+def _as_text(call: ToolCall, indent: int = 0) -> ToolCall:
+    written = msgspec.json.encode(call.arguments).decode()
+    if indent:
+        written = msgspec.json.format(written, indent=indent)
+    return msgspec.structs.replace(call, arguments=written)
 
 
 def system(text: str) -> ChatMessage:
@@ -211,3 +217,44 @@ def test_edited_message_breaks_the_history_at_its_own_turn(
     else:
         assert plan.continuity == "reset"
         assert (plan.divergence.cause, plan.divergence.message_index) == ("content_edited", index)
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    conversation=st.lists(
+        st.tuples(replies(), st.sampled_from(sorted(MUTATIONS))), min_size=3, max_size=5
+    ),
+    has_system=st.booleans(),
+    num_kept=st.integers(0, 1),
+)
+def test_compaction_begins_one_row_and_the_conversation_goes_on_there(
+    bpe: Any,
+    converse: Any,
+    split: Any,
+    conversation: list[Any],
+    has_system: bool,
+    num_kept: int,
+) -> None:
+    """A summary takes the place of all turns, or of all but the latest."""
+    chat = converse(bpe)
+    head = [system("You are a helpful assistant.")] if has_system else []
+    said = [*head, user("hello")]
+    for number, ((text, reply), mutation) in enumerate(conversation):
+        chat.turn(said, split(bpe, text, lambda index: index % 2 == 0), reply)
+        role = "tool" if reply.tool_calls else "user"
+        said = [*said, MUTATIONS[mutation](reply), ChatMessage(role=role, content=f"{number}")]
+    compacted = [*head, user("what was said so far"), *said[len(said) - 1 - 2 * num_kept :]]
+    plan = chat.turn(compacted, "Hello there<|im_end|>")
+    if has_system or num_kept:
+        assert (plan.continuity, plan.divergence.cause) == ("reset", "compaction")
+        assert plan.divergence.message_index == len(head)
+    else:
+        # Nothing in it says that it is not the first request of another agent.
+        assert (plan.continuity, plan.divergence) == ("first", None)
+    assert bpe.decode(plan.prompt_ids) == bpe.render(compacted, None, True)
+    later = chat.turn([*compacted, chat.replies[-1], user("thanks")], "Yes<|im_end|>")
+    assert later.parent_turn_id == f"t{len(conversation)}"
+    assert len(chat.rows()) <= 2
+    _check_fold(chat)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from turnfold.history.canonical import CosmeticRules
 from turnfold.history.errors import NonlinearHistory
 from turnfold.history.session import Session
+from turnfold.schemas.events import Divergence
 from turnfold.schemas.messages import ChatMessage, ToolCall
 
 Q1 = [213, 149]
@@ -37,20 +38,6 @@ def write(call_id: str = "", **arguments: Any) -> tuple[ToolCall, ...]:
     return (ToolCall(name="write", arguments=arguments, id=call_id),)
 
 
-def test_worked_example_of_the_documentation_is_what_happens(chat: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "healing.md").read_text(encoding="utf-8")
-    first = chat.turn([user("q1")], [2001, 2002])
-    second = chat.turn([user("q1"), assistant("bc"), user("q2")], [2003])
-    for ids in (first.prompt_ids, second.prompt_ids, second.prompt_tail.array):
-        assert f"`{ids.tolist()}`" in page
-    assert (second.parent_turn_id, second.shared_len) == ("t0", 7)
-    assert (second.continuity, second.divergence.cause, second.divergence.token_index) == (
-        "healed",
-        "retokenized",
-        5,
-    )
-
-
 def test_first_turn_is_the_plain_render(chat: Any) -> None:
     plan = chat.turn([user("q1")], [2001])
     assert plan.prompt_ids.tolist() == [10, *Q1, 11, 12]
@@ -58,6 +45,7 @@ def test_first_turn_is_the_plain_render(chat: Any) -> None:
     assert plan.new_messages == (user("q1"),)
 
 
+@pytest.mark.field_case("rllm#272")
 def test_drifting_reply_keeps_its_sampled_tokens(chat: Any) -> None:
     chat.turn([user("q1")], [2001, 2002])
     plan = chat.turn([user("q1"), assistant("bc"), user("q2")], [2003, 2004, 2005])
@@ -237,6 +225,7 @@ def test_retry_of_the_first_turn_repeats_its_prompt(chat: Any) -> None:
     assert [(len(ids), sum(mask)) for ids, mask in chat.rows()] == [(6, 1), (6, 1)]
 
 
+@pytest.mark.field_case("miles#1714")
 def test_retried_turn_continues_the_parent_of_the_first_attempt(chat: Any) -> None:
     asked = [user("q1"), assistant("b"), user("q2")]
     chat.turn([user("q1")], [2001])
@@ -262,6 +251,7 @@ def test_two_agents_under_one_key_heal_along_their_own_branches(chat: Any) -> No
     assert chat.continuities() == ["first", "first", "healed", "healed", "healed", "healed"]
 
 
+@pytest.mark.field_case("AReaL#1666")
 def test_parallel_calls_from_one_parent_are_continued_each_on_its_own(chat: Any) -> None:
     chat.turn([user("q1")], [2001])
     base = [user("q1"), assistant("b")]
@@ -275,16 +265,35 @@ def test_parallel_calls_from_one_parent_are_continued_each_on_its_own(chat: Any)
     assert chat.continuities()[1:] == ["healed", "forked", "forked", *["healed"] * 3]
 
 
-def test_template_that_counts_messages_first_cannot_be_spliced(
+def test_template_that_rewrites_the_beginning_keeps_the_saved_tokens(
     counting_toy: Any, converse: Any
 ) -> None:
+    """It writes the number of messages first; the model goes on with the number that it saw."""
     chat = converse(counting_toy)
+    chat.turn([user("q1")], [2001])
+    plan = chat.turn([user("q1"), assistant("b"), user("q2")], [2002])
+    # "1:" stays, though the template writes "3:" now.
+    assert plan.prompt_ids.tolist() == [149, 158, 10, *Q1, 11, 12, 2001, 13, 10, *Q2, 11, 12]
+    assert plan.continuity == "healed"
+    assert plan.divergence == Divergence(
+        cause="template_rewrote_history", message_index=0, token_index=0
+    )
+    assert plan.num_renders == 2
+    assert len(chat.rows()) == 1
+
+
+def test_policy_follow_begins_a_segment_where_the_template_rewrites(
+    counting_toy: Any, converse: Any
+) -> None:
+    chat = converse(counting_toy, rewrites="follow", nonlinear="error")
     chat.turn([user("q1")], [2001])
     said = [user("q1"), assistant("b"), user("q2")]
     plan = chat.turn(said, [2002])
     full = counting_toy.encode(counting_toy.render(said, None, True))
     assert plan.prompt_ids.tolist() == full.tolist()
-    assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
+    assert plan.continuity == "reset"
+    assert plan.divergence == Divergence(cause="template_rewrote_history", token_index=0)
+    assert len(chat.rows()) == 2
 
 
 def test_stripped_content_is_healed(chat: Any) -> None:
@@ -316,6 +325,7 @@ def test_null_and_empty_content_are_one(chat: Any) -> None:
     assert plan.parent_turn_id == "t0"
 
 
+@pytest.mark.field_case("OpenPipe ART#904")
 def test_new_text_never_merges_with_saved_text(toy: Any, converse: Any) -> None:
     """A tokenizer that has a token for two line breaks keeps the saved one and the new one apart."""
 
@@ -333,6 +343,36 @@ def test_new_text_never_merges_with_saved_text(toy: Any, converse: Any) -> None:
     chat.turn([user("q1")], [2001, 110], reply=assistant("b\n"))
     plan = chat.turn([user("q1"), assistant("b\n"), user("q2")], [2002])
     assert plan.prompt_ids.tolist() == [10, *Q1, 11, 12, 2001, 110, 110, 10, *Q2, 11, 12]
+
+
+def test_divergence_says_where_in_messages_and_tokens_it_begins(chat: Any) -> None:
+    """t0 is tokens 0 to 5 asked and 6 sampled; t1 is message 2, asked at 7, and message 3, at 13."""
+    said = [user("q1"), assistant("b", tool_calls=write(path="a", text="x")), user("q2")]
+    chat.turn(said[:1], [2001], said[1])
+    chat.turn(said, [102, 2002], reply=assistant("\nc"))
+    later = [assistant("\nc"), user("q3")]
+    [call] = said[1].tool_calls
+    assert isinstance(call.arguments, dict)
+    turned = msgspec.structs.replace(call, arguments=dict(reversed(call.arguments.items())))
+    reordered = assistant("b", tool_calls=(turned,))
+    plan = chat.plan([said[0], reordered, said[2], *later])
+    assert plan.divergence == Divergence(
+        cause="tool_arguments_reordered", message_index=1, token_index=5
+    )
+    start = chat.session.sequences.prompt_length("t1")
+    stripped = chat.plan([*said, assistant("c"), user("q3")])
+    assert stripped.divergence == Divergence(cause="whitespace", message_index=3, token_index=start)
+    assert stripped.shared_len == start + 2
+
+
+def test_compaction_that_keeps_the_latest_turn_is_named(chat: Any) -> None:
+    said = [system("M"), user("q1")]
+    for question in ("q2", "q3"):
+        chat.turn(said, [2001])
+        said += [chat.replies[-1], user(question)]
+    plan = chat.plan([system("M"), user("a summary"), *said[3:]])
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "compaction")
+    assert plan.divergence.message_index == 1
 
 
 def test_compaction_is_named(chat: Any) -> None:
@@ -445,6 +485,7 @@ def test_edit_behind_a_stored_turn_forks_there_and_says_what_was_edited(chat: An
     assert (plan.continuity, plan.parent_turn_id) == ("healed", "t2")
 
 
+@pytest.mark.field_case("NeMo RL#3063")
 def test_episode_of_thirty_turns_survives_one_edited_message(chat: Any) -> None:
     said = [user("q0")]
     for number in range(30):
@@ -458,6 +499,7 @@ def test_episode_of_thirty_turns_survives_one_edited_message(chat: Any) -> None:
     assert chat.causes()[17] == "content_edited"
 
 
+@pytest.mark.field_case("prime-rl#2975")
 def test_shared_turns_of_three_branches_are_trained_once(chat: Any) -> None:
     said = [user("q1")]
     for question in ("q2", "q3"):
@@ -472,6 +514,7 @@ def test_shared_turns_of_three_branches_are_trained_once(chat: Any) -> None:
     assert all(ids[: len(shared)] == shared for ids, _ in found)
 
 
+@pytest.mark.field_case("SkyRL#570")
 def test_closing_mark_that_the_model_did_not_sample_is_masked(chat: Any) -> None:
     chat.turn([user("q1")], [2001])
     chat.turn([user("q1"), assistant("b"), user("q2")], [2002, 13])
@@ -484,6 +527,7 @@ def test_closing_mark_that_the_model_did_not_sample_is_masked(chat: Any) -> None
     ]
 
 
+@pytest.mark.field_case("miles#784")
 def test_stop_mark_that_opens_the_next_message_stands_once(toy: Any, converse: Any) -> None:
     """GLM closes a reply with the mark of whoever speaks next."""
 

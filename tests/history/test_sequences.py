@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from turnfold.history.errors import HistoryError
 from turnfold.history.sequences import Prefix, Span, TokenStore
-from turnfold.schemas.events import TurnCompleted
+from turnfold.schemas.events import TurnCompleted, VersionSpan
 from turnfold.schemas.wire import Logprobs, TokenIds
 
 
@@ -234,3 +234,16 @@ def test_longest_prefix_is_that_of_comparing_every_sequence(
     found = sequences.longest_prefix(ids(*wanted))
     assert (found.shared_len if found else 0) == best
     assert found is None or sequences.full(found.turn_id).tolist()[:best] == wanted[:best]
+
+
+@pytest.mark.field_case("NeMo RL#3485")
+def test_token_has_no_data_that_only_a_later_turn_could_fill_in() -> None:
+    """Of a sampled token only its id, logprob and policy version are kept, known as it is sampled.
+
+    Expert routes of the last token of a turn would be known at the next turn's prefill only.
+    """
+    arrays = (TokenIds, Logprobs)
+    hints = get_type_hints(TurnCompleted)
+    per_token = {name for name, hint in hints.items() if hint in arrays}
+    assert per_token == {"prompt_tail", "output_ids", "logprobs"}
+    assert hints["policy_versions"] == tuple[VersionSpan, ...]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from turnfold.history.canonical import CosmeticRules
+from turnfold.history.canonical import CosmeticRules, canonical_message
 from turnfold.history.divergence import Difference
 from turnfold.history.errors import HistoryError
 from turnfold.history.session import Match, Session
@@ -77,6 +79,27 @@ def test_lookup_finds_the_deepest_stored_history() -> None:
     assert session.lookup([*said[:2], user("q9")], None) == Match("t0", 2)
     assert session.lookup([user("q1")], None) is None
     assert session.lookup([user("q9"), *said[1:]], None) is None
+
+
+@pytest.mark.parametrize("num_branches", [1, 200])
+def test_lookup_reads_the_request_once_whatever_the_number_of_branches(
+    num_branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branches = [
+        turn(f"t{number}", [user(f"q{number}")], assistant("r"), "root", (2, 2))
+        for number in range(num_branches)
+    ]
+    session = folded(turn("root", [user("q")], assistant("r")), *branches)
+    read: list[ChatMessage] = []
+
+    def canonical(message: ChatMessage, rules: CosmeticRules) -> bytes:
+        read.append(message)
+        return canonical_message(message, rules)
+
+    monkeypatch.setattr("turnfold.history.canonical.canonical_message", canonical)
+    said = [user("q"), assistant("r"), user("q0"), assistant("r"), user("next")]
+    assert session.lookup(said, None) == Match("t0", 4)
+    assert read == said
 
 
 def test_lookup_says_what_was_cosmetic() -> None:
@@ -193,3 +216,26 @@ def test_messages_are_stored_once() -> None:
     assert sum(len(item.own) for item in session._turns.values()) == 200
     assert sum(len(item.digests) for item in session._turns.values()) == 300
     assert len(session.history("t99")) == 200
+
+
+def test_memory_of_a_session_is_linear_in_its_final_tokens(bpe: Any, converse: Any) -> None:
+    """Twice the turns take twice the memory, though every request repeats the whole history."""
+    _bytes_of_session(converse(bpe), 4)  # imports, and what is learnt of the template
+    used = {num_turns: _bytes_of_session(converse(bpe), num_turns) for num_turns in (20, 40, 80)}
+    assert used[80] - used[40] < 1.3 * 2 * (used[40] - used[20])
+
+
+def _bytes_of_session(chat: Any, num_turns: int) -> int:
+    said = [ChatMessage(role="user", content="hello")]
+    words = "read files and answer the question of the user " * 10
+    tracemalloc.start()
+    try:
+        for number in range(num_turns):
+            chat.turn(said, f"The weather in Paris is sunny, {number}.<|im_end|>")
+            question = ChatMessage(role="user", content=f"{words}{number}")
+            said = [*said, chat.replies[-1], question]
+        assert len(chat.rows()) == 1
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()

@@ -39,6 +39,7 @@ def test_opening_and_closers_are_learnt_from_the_template(bpe: TemplateRenderer)
     assert facts.closers == {bpe.encode("<|im_end|>")[0]}
 
 
+@pytest.mark.field_case("verl#6501")
 @pytest.mark.parametrize("closer", ["<|im_end|>", "", "<|im_end|>\n"])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_spliced_prompt_reads_as_the_template_renders(
@@ -82,6 +83,10 @@ def test_call_written_in_another_form_is_closed_once(
     )
     assert plan.continuity == "healed"
     assert plan.num_renders == 2
+    # The named token is the first one that the template does not show.
+    shown, at = bpe.render([*said, reply, tool("sunny")], None, True), plan.divergence.token_index
+    assert shown.startswith(bpe.decode(plan.prompt_ids[:at]))
+    assert not shown.startswith(bpe.decode(plan.prompt_ids[: at + 1]))
 
 
 def test_tool_result_that_looks_like_call_syntax_is_not_cut(
@@ -119,6 +124,7 @@ def test_repeated_short_messages_are_told_apart_where_replies_are_shown_otherwis
     assert len(chat.rows()) == 1
 
 
+@pytest.mark.field_case("verl#6854")
 def test_reasoning_that_the_template_takes_back_is_kept(
     bpe: TemplateRenderer, converse: Any
 ) -> None:
@@ -144,6 +150,7 @@ def test_reasoning_within_a_tool_loop_extends(bpe: TemplateRenderer, converse: A
     assert chat.continuities() == ["first", "extended"]
 
 
+@pytest.mark.field_case("verl#6854")
 def test_tree_mode_tells_what_the_template_took_back(bpe: TemplateRenderer, converse: Any) -> None:
     chat = converse(bpe, mode="tree")
     said = [SYSTEM, user("hello")]
@@ -219,21 +226,138 @@ def test_call_that_the_template_does_not_show_is_kept(bpe: TemplateRenderer, con
     )
 
 
-def test_system_text_that_moves_to_the_last_user_message_is_a_reset(
+MOVING = (
+    "{%- for m in messages if m.role != 'system' %}<|im_start|>"
+    "{%- if loop.last %}{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>"
+    "{%- endfor %}"
+)
+"""Shows the system text in the last message, as Mistral's templates do."""
+
+
+@pytest.mark.parametrize("closer", ["<|im_end|>", ""])
+def test_system_text_that_moves_stays_and_is_repeated_where_the_template_writes_it(
+    bpe: TemplateRenderer, converse: Any, closer: str
+) -> None:
+    chat = converse(TemplateRenderer(bpe._tokenizer, MOVING))
+    chat.turn([SYSTEM, user("hello")], "Hello there" + closer, assistant("Hello there"))
+    said = [SYSTEM, user("hello"), assistant("Hello there"), user("thanks")]
+    plan = chat.turn(said, "Yes<|im_end|>")
+    assert (plan.continuity, plan.divergence.cause) == ("healed", "template_rewrote_history")
+    assert plan.divergence.message_index == 0
+    assert chat.renderer.decode(plan.prompt_ids) == (
+        f"<|im_start|>{SYSTEM.content} hello<|im_end|>Hello there<|im_end|>"
+        f"<|im_start|>{SYSTEM.content} thanks<|im_end|>"
+    )
+    # What is appended is the end of the template's own render, whole.
+    assert chat.renderer.render(said, None, True).endswith(
+        chat.renderer.decode(plan.prompt_tail.array)
+    )
+    assert len(chat.rows()) == 1
+
+
+def test_new_message_that_the_template_shows_before_the_reply_only_is_a_reset(
     bpe: TemplateRenderer, converse: Any
 ) -> None:
-    """Mistral shows the system text before the last user message: no splice can follow that."""
+    """Behind the saved tokens the model would never see it."""
     template = (
-        "{%- for m in messages if m.role != 'system' %}<|im_start|>"
-        "{%- if loop.last %}{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>"
-        "{%- endfor %}"
+        "{%- for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}{% endfor %}"
+        "{%- for m in messages if m.role == 'assistant' %}<|im_end|>{{ m.content }}{% endfor %}"
     )
     chat = converse(TemplateRenderer(bpe._tokenizer, template))
+    chat.turn([user("hello")], "<|im_end|>Hello there", assistant("Hello there"))
+    said = [user("hello"), assistant("Hello there"), user("thanks")]
+    plan = chat.turn(said, "<|im_end|>Yes")
+    assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
+    assert chat.renderer.decode(plan.prompt_ids) == chat.renderer.render(said, None, True)
+
+
+def test_system_text_that_moves_begins_a_segment_where_the_template_is_followed(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    chat = converse(TemplateRenderer(bpe._tokenizer, MOVING), rewrites="follow")
     chat.turn([SYSTEM, user("hello")], "Hello there<|im_end|>")
     said = [SYSTEM, user("hello"), assistant("Hello there"), user("thanks")]
     plan = chat.turn(said, "Yes<|im_end|>")
     assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
     assert chat.renderer.decode(plan.prompt_ids) == chat.renderer.render(said, None, True)
+
+
+def test_following_the_template_leaves_reasoning_out_where_it_does(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """A new user message begins a segment without the old reasoning; a tool loop goes on."""
+    chat = converse(bpe, rewrites="follow")
+    said = [SYSTEM, user("Find the weather")]
+    thinking = "<think>\nread the weather\n</think>\n\n"
+    reply = assistant("", (CALL,), "read the weather")
+    chat.turn(said, f"{thinking}{CALL_TEXT}<|im_end|>", reply)
+    said = [*said, reply, tool("sunny")]
+    chat.turn(said, "Sunny.<|im_end|>", assistant("Sunny."))
+    said = [*said, assistant("Sunny."), user("thanks")]
+    plan = chat.turn(said, "Yes.<|im_end|>", assistant("Yes."))
+    assert bpe.decode(plan.prompt_ids) == bpe.render(said, None, True)
+    chat.turn([*said, assistant("Yes."), user("hello")], "Hello<|im_end|>")
+    assert chat.continuities() == ["first", "extended", "reset", "extended"]
+    assert chat.causes() == [None, None, "template_rewrote_history", None]
+    assert len(chat.rows()) == 2
+
+
+@pytest.mark.field_case("NeMo RL#3931")
+@pytest.mark.parametrize("rewrites", ["keep", "follow"])
+@pytest.mark.parametrize("mode", ["linear", "tree"])
+def test_rows_show_each_reply_behind_the_context_it_was_sampled_in(
+    bpe: TemplateRenderer, converse: Any, mode: str, rewrites: str
+) -> None:
+    """Old thinking is in the row exactly where it was before the model; no setting cuts it later."""
+    chat = converse(bpe, mode=mode, rewrites=rewrites)
+    said, given = [SYSTEM, user("hello")], list[list[int]]()
+    for question in ("thanks", "weather", "sunny"):
+        reply = assistant("Hello there.", reasoning="The user is there")
+        plan = chat.turn(
+            said, "<think>\nThe user is there\n</think>\n\nHello there.<|im_end|>", reply
+        )
+        given.append([*plan.prompt_ids.tolist(), *chat.session.sequences.output(f"t{len(given)}")])
+        said = [*said, reply, user(question)]
+    rows = [ids for ids, _ in chat.rows()]
+    assert all(any(row[: len(ids)] == ids for row in rows) for ids in given)
+    assert sum(sum(mask) for _, mask in chat.rows()) == sum(
+        len(event.output_ids) for event in chat.events
+    )
+    assert len(rows) == (1 if (mode, rewrites) == ("linear", "keep") else 3)
+
+
+def test_other_closing_marks_begin_no_segment_where_the_template_is_followed(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """gpt-oss stops with <|return|>, and the template closes the same reply with <|end|> later."""
+    chat = converse(bpe, rewrites="follow")
+    chat.turn([user("hello")], "Hello there</tool_call>", assistant("Hello there"))
+    plan = chat.turn([user("hello"), assistant("Hello there"), user("thanks")], "Yes.<|im_end|>")
+    assert plan.continuity == "healed"
+
+
+def test_text_that_the_template_shows_behind_the_results_of_a_call_stands_once(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
+    """Gemma shows a call, its result, and then the text that the model wrote beside the call."""
+    template = (
+        "{%- for m in messages %}"
+        "{%- if m.role == 'assistant' and m.tool_calls %}<|im_start|>"
+        "<tool_call>{{ m.tool_calls[0].function.arguments | tojson }}</tool_call>"
+        "{%- for t in messages if t.role == 'tool' %}<think>{{ t.content }}</think>{% endfor %}"
+        "{{ m.content }}<|im_end|>"
+        "{%- elif m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}"
+        "{%- endfor %}{{ '<|im_start|>' if add_generation_prompt }}"
+    )
+    chat = converse(TemplateRenderer(bpe._tokenizer, template))
+    said, reply = [SYSTEM, user("hello")], assistant("I read files.", (CALL,))
+    call = '<tool_call>{"city": "Paris", "days": 3}</tool_call>'
+    chat.turn(said, f"I read files.{call}<|im_end|>", reply)
+    plan = chat.turn([*said, reply, tool("sunny")], "Yes<|im_end|>")
+    text = chat.renderer.decode(plan.prompt_ids)
+    assert text.count("I read files.") == 1
+    assert text.endswith(f"I read files.{call}<|im_end|><think>sunny</think><|im_end|><|im_start|>")
+    assert plan.continuity == "healed"
 
 
 def test_template_error_names_what_the_template_said() -> None:
@@ -267,6 +391,25 @@ def test_messages_reach_the_template_in_the_shape_of_the_chat_api() -> None:
     )
 
 
+def test_message_that_is_a_call_alone_has_null_content_where_the_template_asks_for_it() -> None:
+    """DeepSeek's templates show the calls of a message only where its content is null."""
+    asking = "{% if messages[0]['content'] is none %}{{ messages[0].tool_calls[0].id }}{% endif %}"
+    renderer = TemplateRenderer(Tokenizer(models.BPE()), asking)
+    assert renderer.render([assistant("", (CALL,))], None, False) == "call_1"
+    assert renderer.render([assistant("so", (CALL,))], None, False) == ""
+    assert renderer.render([assistant("")], None, False) == ""
+
+
+def test_arguments_are_text_where_the_template_joins_them_to_text() -> None:
+    joining = "{{ 'call ' + messages[0]['tool_calls'][0]['function']['arguments'] + '!' }}"
+    renderer = TemplateRenderer(Tokenizer(models.BPE()), joining)
+    raw = ToolCall(name="run", arguments="ls -la", id="call_2")
+    assert renderer.render([assistant("", (CALL,))], None, False) == (
+        'call {"city": "Paris", "days": 3}!'
+    )
+    assert renderer.render([assistant("", (raw,))], None, False) == "call ls -la!"
+
+
 def test_call_ids_are_shortened_for_templates_that_demand_nine_characters() -> None:
     template = (
         "{% if messages[1].tool_call_id | length != 9 %}{{ raise_exception('length') }}{% endif %}"
@@ -280,6 +423,7 @@ def test_call_ids_are_shortened_for_templates_that_demand_nine_characters() -> N
     assert call_id.isalnum()
 
 
+@pytest.mark.field_case("AReaL#582")
 def test_tree_parent_goes_by_tokens_though_the_messages_match(
     bpe: TemplateRenderer, converse: Any
 ) -> None:
@@ -294,6 +438,7 @@ def test_tree_parent_goes_by_tokens_though_the_messages_match(
     assert len(chat.rows()) == 2
 
 
+@pytest.mark.field_case("trl#6361")
 def test_reasoning_opened_by_the_generation_prompt_stays_inside_its_block(
     bpe: TemplateRenderer, converse: Any
 ) -> None:
@@ -361,7 +506,9 @@ def test_opening_of_a_template_that_always_writes_it_is_learnt(bpe: TemplateRend
     assert template_facts(unasked).opening == "assistant\n"
 
 
-def test_changed_words_of_a_tool_result_stay_a_reset(bpe: TemplateRenderer, converse: Any) -> None:
+def test_tool_result_that_the_template_shortens_later_stays_as_the_model_saw_it(
+    bpe: TemplateRenderer, converse: Any
+) -> None:
     shortened = "(message.content if loop.last else message.content[:3])"
     renderer = variant(bpe, "message.content + '\\n</tool", f"{shortened} + '\\n</tool")
     chat = converse(renderer)
@@ -369,7 +516,10 @@ def test_changed_words_of_a_tool_result_stay_a_reset(bpe: TemplateRenderer, conv
     chat.turn(said[:2], CALL_TEXT + "<|im_end|>", said[2])
     chat.turn(said, "It is sunny.<|im_end|>")
     plan = chat.turn([*said, assistant("It is sunny."), user("thanks")], "Yes.<|im_end|>")
-    assert (plan.continuity, plan.divergence.cause) == ("reset", "template_rewrote_history")
+    assert (plan.continuity, plan.divergence.cause) == ("healed", "template_rewrote_history")
+    assert plan.divergence.message_index == 3
+    assert renderer.decode(plan.prompt_ids).count("sunny") == 2
+    assert len(chat.rows()) == 1
 
 
 def test_equal_tool_results_are_told_apart_where_only_the_last_is_closed(

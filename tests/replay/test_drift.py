@@ -194,7 +194,24 @@ def test_command_shows_tables_and_a_sum(log: Path) -> None:
     result = CliRunner().invoke(app, ["--file", str(log)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["?", "openai_chat", "m", "3", "1", "0", "2", "0", "0", "0", "66.7", "%", "0"] in lines
+    client = [
+        "?",
+        "openai_chat",
+        "m",
+        "3",
+        "1",
+        "0",
+        "2",
+        "0",
+        "0",
+        "0",
+        "66.7",
+        "%",
+        "10",
+        "0",
+        "0",
+    ]
+    assert client in lines
     assert ["system_changed", "0", "0", "1", "4"] in lines
     assert ["b", "main", "1", "4", "system_changed", "1", "turn", "t1,", "message", "0"] in lines
     assert "6 turns: 2 healed" in result.output

@@ -87,11 +87,3 @@ def _last_mark(output: Ids, renderer: Renderer) -> int:
         if renderer.decode(output[index : index + 1]).strip():
             return -1
     return -1
-
-
-def text_without_closing_marks(renderer: Renderer, ids: Ids) -> str:
-    """The text of the ids up to the marks at their end."""
-    end = len(ids)
-    while end and int(ids[end - 1]) in renderer.special_ids:
-        end -= 1
-    return renderer.decode(ids[:end])

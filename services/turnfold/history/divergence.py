@@ -108,7 +108,7 @@ def _edit_cause(
         return SYSTEM_CHANGED
     if _contains(stored[at + 1 :], theirs, rules):
         return MESSAGE_REMOVED
-    if _replaces_turns(stored[at:], incoming[at:]):
+    if _replaces_turns(stored[at:], incoming[at:], rules):
         return COMPACTION
     if ours.role == theirs.role == "assistant":
         return _assistant_cause(ours, theirs, rules)
@@ -126,10 +126,20 @@ def _contains(messages: Sequence[ChatMessage], wanted: ChatMessage, rules: Cosme
     return any(is_same_message(message, wanted, rules) for message in messages)
 
 
-def _replaces_turns(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> bool:
-    """Whether sampled turns went away and nothing of their kind came instead."""
-    return _count_assistant(stored) > 1 and _count_assistant(incoming) == 0
+def _replaces_turns(
+    stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage], rules: CosmeticRules
+) -> bool:
+    """Whether sampled turns went away for text of another role, the latest ones kept or none.
+
+    stored    u1 a1 u2 a2 u3 a3
+    incoming  summary u4    or    summary u3 a3 u4
+    """
+    ours, theirs = _replies(stored), _replies(incoming)
+    if len(ours) < 2 or len(theirs) >= len(ours):
+        return False
+    latest = zip(reversed(ours), reversed(theirs), strict=False)
+    return all(is_same_message(one, other, rules) for one, other in latest)
 
 
-def _count_assistant(messages: Sequence[ChatMessage]) -> int:
-    return sum(message.role == "assistant" for message in messages)
+def _replies(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    return [message for message in messages if message.role == "assistant"]

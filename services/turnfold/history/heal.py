@@ -24,13 +24,20 @@ from turnfold.history.divergence import (
 )
 from turnfold.history.encoding import encode_render
 from turnfold.history.errors import NonlinearHistory
+from turnfold.history.places import message_of_token, token_of_message
 from turnfold.history.render import Renderer
 from turnfold.history.retokenized import first_retokenized
 from turnfold.history.saved_text import align, saved_pieces
 from turnfold.history.sequences import Ids, Prefix
 from turnfold.history.session import Match, Session
-from turnfold.history.splice import splice
-from turnfold.schemas.events import Continuity, Divergence, HistoryMode, NonlinearPolicy
+from turnfold.history.splice import Splice, splice
+from turnfold.schemas.events import (
+    Continuity,
+    Divergence,
+    HistoryMode,
+    NonlinearPolicy,
+    RewritePolicy,
+)
 from turnfold.schemas.messages import ChatMessage, Tool
 from turnfold.schemas.wire import TokenIds
 
@@ -85,12 +92,15 @@ def plan_prompt(
     *,
     mode: HistoryMode = "linear",
     nonlinear: NonlinearPolicy = "reset",
+    rewrites: RewritePolicy = "keep",
 ) -> PromptPlan:
     """Plan the next turn of the session; what the session has folded stays as it is.
 
-    Takes CPU for the render and the new tokens only, so run it off the event loop, and not while
-    another thread applies an event to the same session. Raises NonlinearHistory under policy
-    `error`, RenderError when the template refuses the messages.
+    `nonlinear` says what becomes of a history that continues no stored turn, `rewrites` of one that
+    does, but whose earlier text the template shows no more. Takes CPU for the render and the new
+    tokens only, so run it off the event loop, and not while another thread applies an event to the
+    same session. Raises NonlinearHistory under policy `error`, RenderError when the template
+    refuses the messages.
     """
     if mode == "tree" or session.is_passthrough:
         return _plan_as_rendered(session, renderer, messages, tools)
@@ -101,36 +111,41 @@ def plan_prompt(
     match = session.lookup(messages, tools, chain)
     if match is None:
         return _plan_break(session, renderer, messages, tools, nonlinear)
-    healed = _plan_continuation(session, renderer, match, messages)
-    if healed is not None:
-        return healed
-    divergence = Divergence(cause=TEMPLATE_REWROTE_HISTORY)
-    return _plan_nonlinear(session, renderer, messages, tools, nonlinear, divergence)
+    saved = session.sequences.full(match.turn_id)
+    result = splice(
+        renderer,
+        saved_pieces(session, renderer, match.turn_id, saved),
+        session.sequences.output(match.turn_id),
+        session.history(match.turn_id),
+        messages[match.num_messages :],
+        session.tools(match.turn_id),
+    )
+    rewritten = Divergence(cause=TEMPLATE_REWROTE_HISTORY)
+    if result is None:
+        return _plan_nonlinear(session, renderer, messages, tools, nonlinear, rewritten)
+    if result.is_taken_back and rewrites == "follow":
+        return _plan_as_rendered(session, renderer, messages, tools, "reset", rewritten)
+    return _plan_continuation(session, renderer, match, messages, saved, result)
 
 
 def _plan_continuation(
-    session: Session, renderer: Renderer, match: Match, messages: Sequence[ChatMessage]
-) -> PromptPlan | None:
-    """Saved tokens of the matched turn and what is missing after them; None if not provable."""
+    session: Session,
+    renderer: Renderer,
+    match: Match,
+    messages: Sequence[ChatMessage],
+    saved: Ids,
+    result: Splice,
+) -> PromptPlan:
+    """Saved tokens of the matched turn and what is missing after them."""
     turn_id = match.turn_id
-    saved = session.sequences.full(turn_id)
     new_messages = tuple(messages[match.num_messages :])
-    result = splice(
-        renderer,
-        saved_pieces(session, renderer, turn_id, saved),
-        session.sequences.output(turn_id),
-        session.history(turn_id),
-        new_messages,
-        session.tools(turn_id),
-    )
-    if result is None:
-        return None
     prompt_ids = np.concatenate((saved, result.tail))
     if any(message.role == "assistant" for message in new_messages):
         # The request claims replies after the matched turn that were never sampled: an edit.
-        divergence: Divergence | None = explain(session, messages, session.tools(turn_id))
+        edit = explain(session, messages, session.tools(turn_id))
+        divergence: Divergence | None = msgspec.structs.replace(edit, token_index=len(saved))
     else:
-        divergence = _first_drift(session, renderer, match, result.cause, prompt_ids)
+        divergence = _first_drift(session, renderer, match, result, prompt_ids)
     continuity: Continuity = "extended" if divergence is None else "healed"
     return PromptPlan(
         prompt_ids=prompt_ids,
@@ -148,16 +163,23 @@ def _plan_continuation(
 
 
 def _first_drift(
-    session: Session, renderer: Renderer, match: Match, cause: str | None, prompt_ids: Ids
+    session: Session, renderer: Renderer, match: Match, result: Splice, prompt_ids: Ids
 ) -> Divergence | None:
     """Why the request as the client sent it would not have extended the saved tokens."""
     if match.differences:
         first = match.differences[0]
-        return Divergence(cause=first.cause, message_index=first.message_index)
-    if cause is not None:
+        token = token_of_message(session, match.turn_id, first.message_index)
+        return Divergence(cause=first.cause, message_index=first.message_index, token_index=token)
+    cause, changed = result.cause, result.changed_token
+    if cause is None:
+        changed = first_retokenized(session, renderer, match.turn_id, prompt_ids)
+        if changed is None:
+            return None
+        cause = RETOKENIZED
+    if changed is None:
         return Divergence(cause=cause)
-    token = first_retokenized(session, renderer, match.turn_id, prompt_ids)
-    return None if token is None else Divergence(cause=RETOKENIZED, token_index=token)
+    message = message_of_token(session, match.turn_id, changed)
+    return Divergence(cause=cause, message_index=message, token_index=changed)
 
 
 def _plan_retry(session: Session, retried: str, messages: Sequence[ChatMessage]) -> PromptPlan:

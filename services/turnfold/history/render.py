@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,12 @@ class _Dialect:
     def __init__(self, chat_template: str) -> None:
         # gpt-oss reads reasoning under `thinking`, all others under `reasoning_content`.
         self._reads_thinking = re.search(r"\.thinking\b|[\"']thinking[\"'] in", chat_template)
+        # DeepSeek shows the calls of a message, or closes it, only where its content is null.
+        self._reads_null = re.search(r"content['\"]\] is (not )?none\s*-?%}", chat_template)
+        # Some join the arguments to text, which a mapping cannot be, and do not encode them before.
+        self._joins_arguments = re.search(
+            r"arguments['\"]?\]?\s*\+|\+\s*[\w.\[\]'\"]+\barguments['\"]?\]?\s*-?}}", chat_template
+        ) and not re.search(r"arguments['\"]?\]?\s*\|\s*tojson", chat_template)
         # Mistral refuses call ids that are not nine characters long.
         self._wants_nine_characters = "length != 9" in chat_template
 
@@ -143,6 +150,8 @@ class _Dialect:
             form["tool_call_id"] = self._call_id(message.tool_call_id)
         if message.tool_calls:
             form["tool_calls"] = [self._call(call) for call in message.tool_calls]
+            if self._reads_null and not message.content:
+                form["content"] = None
         if message.reasoning:
             form["reasoning_content"] = message.reasoning
             # gpt-oss shows either the text beside a call or the reasoning, and refuses both.
@@ -152,7 +161,10 @@ class _Dialect:
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         arguments = call.arguments
-        if isinstance(arguments, str):
+        if self._joins_arguments:
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
             parsed = canonical_arguments(call)
             # Templates walk the keys; text that is no object still has to be shown.
             arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}

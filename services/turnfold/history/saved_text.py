@@ -6,13 +6,14 @@ comparison, so checking 100k tokens costs microseconds and encodes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from turnfold.history.render import Renderer
 from turnfold.history.sequences import Ids, Span
 from turnfold.history.session import Session
-from turnfold.history.template_facts import mark_texts, template_facts
+from turnfold.history.template_facts import common_prefix, mark_texts, template_facts
 
 CONTEXT_TOKENS = 4
 """Tokens before a piece that are decoded with it: some tokenizers drop a space at the start."""
@@ -112,6 +113,46 @@ def is_prompt_shown_but_for_whitespace(
     return True
 
 
+def first_changed_token(renderer: Renderer, pieces: Sequence[Piece], render: str) -> int | None:
+    """The first saved token whose text a render of the same conversation does not repeat.
+
+    None where all of them are there. Nothing is encoded.
+    """
+    at = 0
+    for piece in pieces:
+        if not render.startswith(piece.text, at):
+            common = len(common_prefix(piece.text, render[at : at + len(piece.text)]))
+            return piece.span.start + _token_at(renderer, piece, common)
+        at += len(piece.text)
+    return None
+
+
+def _token_at(renderer: Renderer, piece: Piece, character: int) -> int:
+    """Index of the token of the piece that holds a character of its text, from the nearer end."""
+    ids, rest = piece.ids, len(piece.text) - character
+    if character < rest:
+        return _smallest(lambda n: len(renderer.decode(ids[:n])) > character, len(ids)) - 1
+    return len(ids) - _smallest(lambda n: len(renderer.decode(ids[-n:])) >= rest, len(ids))
+
+
+def _smallest(holds: Callable[[int], bool], limit: int) -> int:
+    """The smallest number from 1 to `limit` that holds, if all after it do; else the limit."""
+    high = 1
+    while high < limit and not holds(high):
+        high *= 2
+    return bisect_left(range(min(high, limit)), True, lo=max(1, high // 2), key=holds)
+
+
+def without_closing_marks(renderer: Renderer, text: str) -> str:
+    """The text up to the marks at its end, and the whitespace around those."""
+    marks = mark_texts(renderer)
+    text = text.rstrip()
+    while text.endswith(marks):
+        closing = next(mark for mark in marks if text.endswith(mark))
+        text = text.removesuffix(closing).rstrip()
+    return text
+
+
 def _without_whitespace(text: str) -> str:
     return "".join(text.split())
 
@@ -149,19 +190,9 @@ def _forms(renderer: Renderer, piece: Piece) -> Iterator[str]:
     """
     asked = piece.text.removesuffix(template_facts(renderer).opening)
     yield asked
-    said = _without_closing_marks(renderer, asked)
+    said = without_closing_marks(renderer, asked)
     if said != asked and said:
         yield said
-
-
-def _without_closing_marks(renderer: Renderer, text: str) -> str:
-    marks = mark_texts(renderer)
-    while True:
-        text = text.rstrip()
-        closing = next((mark for mark in marks if text.endswith(mark)), None)
-        if closing is None:
-            return text
-        text = text.removesuffix(closing)
 
 
 def _end(session: Session, span: Span) -> int:

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import msgspec
 
-from turnfold.history.closing import missing_tail, text_without_closing_marks
+from turnfold.history.closing import missing_tail
 from turnfold.history.divergence import REPLY_REFORMATTED, TEMPLATE_REWROTE_HISTORY
 from turnfold.history.errors import RenderError
 from turnfold.history.render import Renderer
@@ -29,8 +30,10 @@ from turnfold.history.saved_text import (
     Piece,
     Place,
     align,
+    first_changed_token,
     is_end_certain,
     is_prompt_shown_but_for_whitespace,
+    without_closing_marks,
 )
 from turnfold.history.sequences import Ids
 from turnfold.history.template_facts import common_suffix_len
@@ -45,6 +48,11 @@ class Splice:
     cause: str | None
     """Why the render does not show the saved text; None when it does, to the character."""
     num_renders: int
+    is_taken_back: bool = False
+    """The template shows no more some text that the model was shown or wrote; whitespace and the
+    marks around a message do not count."""
+    changed_token: int | None = None
+    """The first saved token that the render does not show; None where it shows the saved text."""
 
 
 def splice(
@@ -57,17 +65,15 @@ def splice(
 ) -> Splice | None:
     """The tail after the saved `pieces`; `history` is their stored messages, the reply last.
 
-    None when what was put before the model is no longer in the render, so that a splice could show
-    it a history that never was. Raises RenderError when the template refuses the messages.
+    None when the end of the reply cannot be told in the render. Raises RenderError when the template
+    refuses the messages.
     """
     render = renderer.render([*history, *new_messages], tools, True)
     places = align(renderer, pieces, render)
     if places is not None and is_end_certain(places, render):
-        tail = renderer.encode(render[places[-1].end :])
-        shown = render[: places[-1].end]
-        return Splice(tail, _cause(renderer, pieces, places, shown, history), 1)
-    if places is None and not is_prompt_shown_but_for_whitespace(renderer, pieces, render):
-        return None
+        tail_start = places[-1].end
+        tail = renderer.encode(render[tail_start:])
+        return _splice(renderer, pieces, places, render, tail_start, history, tail, 1)
     return _splice_by_probe(
         renderer, pieces, places, render, output_ids, history, new_messages, tools
     )
@@ -84,22 +90,69 @@ def _splice_by_probe(
     tools: Sequence[Tool] | None,
 ) -> Splice | None:
     """The splice after a reply that is shown in another form; None where its end cannot be told."""
-    for num_renders, probe in enumerate(_probes(history[-1]), start=2):
-        try:
-            other = renderer.render([*history[:-1], probe, *new_messages], tools, True)
-        except RenderError:
-            continue
-        ending = render[len(render) - common_suffix_len(render, other) :]
-        if other == render or (places and len(ending) > len(render) - _reply_start(places, pieces)):
+    num_renders = 1
+    for probe in _probes(history[-1]):
+        ending = _ending(renderer, render, history[:-1], probe, new_messages, tools)
+        num_renders += 1
+        if ending is None or (places and len(ending) > len(render) - _reply_start(places, pieces)):
             continue  # the reply is not what differs
+        if _repeats_reply(history[-1], probe, ending, new_messages):
+            ending = _ending_of_bare_call(renderer, history, probe, new_messages, tools) or ending
+            num_renders += 2
         tail = missing_tail(renderer, ending, output_ids, bool(probe.tool_calls))
         tail_text = renderer.decode(tail)
         if not _keeps(new_messages, ending, tail_text):
             continue
-        shown = render[: len(render) - len(tail_text)]
-        cause = _cause(renderer, pieces, places, shown, history)
-        return Splice(tail, cause, num_renders)
+        tail_start = len(render) - len(tail_text)
+        if _shows_before(new_messages, pieces, render[:tail_start], tail_text):
+            continue
+        return _splice(renderer, pieces, places, render, tail_start, history, tail, num_renders)
     return None
+
+
+def _ending(
+    renderer: Renderer,
+    render: str,
+    before: Sequence[ChatMessage],
+    probe: ChatMessage,
+    new_messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+) -> str | None:
+    """What `render` and a render with the probe as the reply end with alike; None if they are equal."""
+    try:
+        other = renderer.render([*before, probe, *new_messages], tools, True)
+    except RenderError:
+        return None
+    return None if other == render else render[len(render) - common_suffix_len(render, other) :]
+
+
+def _repeats_reply(
+    reply: ChatMessage, probe: ChatMessage, ending: str, new_messages: Sequence[ChatMessage]
+) -> bool:
+    """Whether the text of the reply seems to stand behind its calls, in what would be appended.
+
+    Gemma shows it after the results of the calls, though the model has written it before them.
+    """
+    text = reply.content.strip()
+    if not (text and probe.tool_calls):
+        return False
+    return ending.count(text) > sum(message.content.count(text) for message in new_messages)
+
+
+def _ending_of_bare_call(
+    renderer: Renderer,
+    history: Sequence[ChatMessage],
+    probe: ChatMessage,
+    new_messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+) -> str | None:
+    """The ending where the reply is its calls alone: the saved tokens hold its text already."""
+    bare, other = (msgspec.structs.replace(message, content="") for message in (history[-1], probe))
+    try:
+        render = renderer.render([*history[:-1], bare, *new_messages], tools, True)
+    except RenderError:
+        return None
+    return _ending(renderer, render, history[:-1], other, new_messages, tools)
 
 
 def _probes(reply: ChatMessage) -> Iterator[ChatMessage]:
@@ -130,43 +183,88 @@ def _keeps(new_messages: Sequence[ChatMessage], ending: str, tail: str) -> bool:
     )
 
 
-def _cause(
+def _shows_before(
+    new_messages: Sequence[ChatMessage], pieces: Sequence[Piece], head: str, tail: str
+) -> bool:
+    """Whether a new message is shown before the reply only, where the model would not see it."""
+    contents = (message.content.strip() for message in new_messages)
+    return any(
+        content not in tail
+        and head.count(content) > sum(piece.text.count(content) for piece in pieces)
+        for content in contents
+    )
+
+
+def _splice(
     renderer: Renderer,
     pieces: Sequence[Piece],
     places: Sequence[Place] | None,
-    shown: str,
+    render: str,
+    tail_start: int,
     history: Sequence[ChatMessage],
-) -> str | None:
-    """Why `shown`, the render up to the tail, is not the saved text; None where it is.
+    tail: Ids,
+    num_renders: int,
+) -> Splice:
+    """The splice, and how render[:tail_start] differs from the saved text.
 
-    written  <think></think>hi<end>   shown  hi<end>      template_rewrote_history
-    written  hi<return>               shown  hi<end>      template_rewrote_history
-    written  {"a":1}<end>             shown  {"a": 1}     reply_reformatted
+    written  <think>so</think>hi<end>   shown  hi<end>      template_rewrote_history, taken back
+    written  hi<return>                 shown  hi<end>      template_rewrote_history
+    written  {"a":1}<end>               shown  {"a": 1}     reply_reformatted
     """
+    shown = render[:tail_start]
     if places is None:
-        return TEMPLATE_REWROTE_HISTORY
-    changed = next((index for index, place in enumerate(places) if not place.is_shown), None)
-    if changed is None:
-        return None
-    if not pieces[changed].span.is_output or _has_lost_reasoning(history, shown):
-        return TEMPLATE_REWROTE_HISTORY
-    start = places[changed].start
-    end = places[changed + 1].start if changed + 1 < len(places) else len(shown)
-    reply = text_without_closing_marks(renderer, renderer.encode(shown[start:end]))
-    written = text_without_closing_marks(renderer, pieces[changed].ids)
-    is_shortened = _is_shortened(written.strip(), reply.strip())
-    return TEMPLATE_REWROTE_HISTORY if reply == written or is_shortened else REPLY_REFORMATTED
+        is_whole = is_prompt_shown_but_for_whitespace(renderer, pieces, shown)
+        cause, is_taken_back = TEMPLATE_REWROTE_HISTORY, not is_whole
+    else:
+        forms = list(_changed_forms(renderer, pieces, places, shown))
+        if not forms:
+            return Splice(tail, None, num_renders)
+        cause = REPLY_REFORMATTED if forms[0] is _Form.OTHER else TEMPLATE_REWROTE_HISTORY
+        is_taken_back = _Form.SHORTER in forms
+    if _has_lost_reasoning(history, pieces, shown):
+        cause, is_taken_back = TEMPLATE_REWROTE_HISTORY, True
+    token = first_changed_token(renderer, pieces, render)
+    return Splice(tail, cause, num_renders, is_taken_back, token)
 
 
-def _is_shortened(written: str, shown: str) -> bool:
-    return written != shown and written.endswith(shown)
+class _Form(Enum):
+    """How the template shows a piece of the saved text that it does not show as it was."""
+
+    MARKS = auto()
+    """With other closing marks, or another generation opening."""
+    SHORTER = auto()
+    """Without its beginning, as a thinking block that is left out."""
+    OTHER = auto()
+    """With other spacing or markup."""
 
 
-def _has_lost_reasoning(history: Sequence[ChatMessage], shown: str) -> bool:
-    """Whether reasoning that is stored is not shown; one pass, for the messages are in order."""
+def _changed_forms(
+    renderer: Renderer, pieces: Sequence[Piece], places: Sequence[Place], shown: str
+) -> Iterator[_Form]:
+    ends = [place.start for place in places[1:]] + [len(shown)]
+    for piece, place, end in zip(pieces, places, ends, strict=True):
+        if place.is_shown:
+            continue
+        if not piece.span.is_output:
+            yield _Form.MARKS
+            continue
+        written = without_closing_marks(renderer, piece.text)
+        reply = without_closing_marks(renderer, shown[place.start : end])
+        if written == reply:
+            yield _Form.MARKS
+        else:
+            yield _Form.SHORTER if written.endswith(reply.strip()) else _Form.OTHER
+
+
+def _has_lost_reasoning(
+    history: Sequence[ChatMessage], pieces: Sequence[Piece], shown: str
+) -> bool:
+    """Whether reasoning that the saved tokens hold is not shown; the messages are in order."""
     at = 0
     for message in history:
-        at = shown.find(message.reasoning.strip(), at)
-        if at < 0:
+        reasoning = message.reasoning.strip()
+        found = shown.find(reasoning, at)
+        if found < 0 and any(reasoning in piece.text for piece in pieces):
             return True
+        at = max(at, found)
     return False

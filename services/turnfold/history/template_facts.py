@@ -74,6 +74,18 @@ def _cuts(renderer: Renderer, text: str) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, marks))) if marks else None
 
 
+def common_prefix(a: str, b: str) -> str:
+    """The leading text that both share, by bisection."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if b.startswith(a[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return a[:low]
+
+
 def common_suffix_len(a: str, b: str) -> int:
     """How many trailing characters are equal, by bisection: comparing slices is what C does fast."""
     low, high = 0, min(len(a), len(b))

@@ -36,8 +36,8 @@ def drift(
 ) -> None:
     """Show which clients' histories drifted from what was sampled, why, and what it cost.
 
-    For each harness, protocol and model how its turns continued; for each cause how many turns were healed,
-    and how many began a new training row that reads old tokens again; and the worst sessions.
+    For each harness, protocol and model how its turns continued, the tokens that healing saved, and what
+    drift cost in training rows and in tokens read again; the same for each cause; and the worst sessions.
 
     ```
     turnfold drift
@@ -101,7 +101,10 @@ def _show(found: Drift, top: int) -> None:
 
 def _clients_table(clients: Sequence[ClientDrift]) -> Table:
     table = _table(
-        "harness", "protocol", "model", numbers=("turns", *CONTINUITIES, "drifted", "repeated")
+        "harness",
+        "protocol",
+        "model",
+        numbers=("turns", *CONTINUITIES, "drifted", "tokens saved", "rows cost", "tokens repeated"),
     )
     for entry in clients:
         drifted = entry.cost.num_healed + entry.cost.num_broken
@@ -112,6 +115,8 @@ def _clients_table(clients: Sequence[ClientDrift]) -> Table:
             f"{entry.num_turns:,}",
             *(f"{entry.continuities[name]:,}" for name in CONTINUITIES),
             f"{100 * drifted / entry.num_turns:.1f} %",
+            f"{entry.cost.saved_tokens:,}",
+            f"{entry.cost.num_broken:,}",
             f"{entry.cost.repeated_tokens:,}",
         )
     return table

@@ -7,12 +7,14 @@ TORCH ?= torch==2.13.0
 # One environment per set of dependency files.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
+ENGINE_STAMPS := .env-vllm/.ready .env-sglang/.ready
+
 # Heavy imports take minutes when they cannot be cached as bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-slow test-trainer test-families chaos check format bench up down clean
+.PHONY: help install demo test test-slow test-trainer test-engines test-families chaos check format bench up down clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,11 +41,20 @@ test-slow: $(STAMP)  ## Run the long suites too
 test-trainer: $(STAMP)  ## Run the trainer's tests on every driver, torchrun and Ray too
 	$(BIN)/python -m pytest tests/trainer
 
+test-engines: $(STAMP) $(ENGINE_STAMPS)  ## Run the tests against a real vLLM and a real SGLang on this CPU
+	$(BIN)/python -m pytest -m engines tests/engines
+
+# An environment for each server, 2 to 3 GB: their dependencies contradict each other and ours.
+.env-%/.ready: tests/engines/environments/install.sh tests/engines/environments/%/*
+	PYTHON=$(PYTHON) $< $* .env-$*
+	touch $@
+
 test-families: $(STAMP)  ## Play every chat template beside this checkout and write docs/families.md
 	FAMILIES_TABLE=docs/families.md $(BIN)/python -m pytest -m slow tests/history/test_families.py
 
-chaos: $(STAMP)  ## Disturb a pipeline for seven minutes and report what held
-	$(BIN)/python -m pytest -s -m slow tests/chaos
+chaos: $(STAMP)  ## Disturb a pipeline a thousand times and report what held
+	mkdir -p build
+	TURNFOLD_CHAOS_REPORT=$${TURNFOLD_CHAOS_REPORT:-build/chaos.json} $(BIN)/python -m pytest -s -m slow tests/chaos
 
 check: $(STAMP)  ## Format, lint, types, imports
 	$(BIN)/ruff format --check .
@@ -56,7 +67,7 @@ format: $(STAMP)  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## Run the benchmarks; each prints JSON
-	for script in benchmarks/*.py benchmarks/stragglers/simulate.py benchmarks/stragglers/scale.py; do $(BIN)/python $$script; done
+	for script in benchmarks/*.py benchmarks/log/replay.py benchmarks/log/healer.py benchmarks/log/durability.py benchmarks/stragglers/simulate.py benchmarks/stragglers/scale.py; do $(BIN)/python $$script; done
 
 up:  ## Start the pipeline with Docker Compose
 	docker compose up --build
@@ -65,4 +76,4 @@ down:  ## Stop it; the log stays in its volume
 	docker compose down
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .env-vllm .env-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,107 +1,51 @@
-"""Replay of a log against a raw read of the same topic with the same client.
+"""Replay of a log against a raw read of the same topic with aiokafka.
 
-    python benchmarks/replay.py
-    python benchmarks/replay.py --rollouts 400 --turns 40 --tokens-per-turn 500
+    python benchmarks/log/replay.py
+    python benchmarks/log/replay.py --tokens-per-turn 1000 --rollouts 1200 --processes 4
 
-Prints one JSON object: MB/s and turns/s of `raw` (aiokafka hands out bytes and nobody looks), of
-`read` (the same records through our reader), and of `replay` (decoded, folded into trajectories,
-digested) in one process and in several, and their ratios. Sizes are those of the records before
-compression. `growth` folds records that are in memory with 1, 4 and 16 times the turns of a
-rollout: the time of a turn should stay the same; `decode` is the part of it that msgpack takes.
-`open_rollouts` is what a healer holds while that many rollouts are open.
+Prints one JSON object, with one entry in `sizes` for each length of a turn (tokens that it adds):
+
+    raw          aiokafka hands out bytes and nobody looks
+    read         the same records through our reader
+    decode       read, and decoded: what one process cannot be faster than
+    replay       decoded, folded into trajectories, digested
+    replay_in_N_processes, with the start of the processes (`start`: what that takes alone)
+
+each as the best of `--repeats`, in seconds of wall time and of CPU (all processes but the broker),
+MB/s of the records before compression, and turns/s. `over_raw` divides the times of `raw` by theirs.
+`growth` replays logs of 1, 4 and 16 times the rollouts, and `longer_rollouts` folds rollouts of 1, 4
+and 16 times the turns from memory: the time of a turn should stay the same.
 """
 
 import argparse
 import asyncio
 import json
-import resource
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
 
-import numpy as np
+import workload
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from workload import Clock, Seconds
 
 from turnfold.embedded.broker.testing import BrokerProcess
-from turnfold.healer.partition import PartitionFold, decode_event
-from turnfold.log.client import Producer, create_topics
+from turnfold.healer.partition import decode_event
+from turnfold.log.client import create_topics
+from turnfold.log.memory import keep_freed_memory
 from turnfold.log.records import Record
 from turnfold.replay import app
 from turnfold.replay.client import KafkaLog
 from turnfold.replay.rebuild import Rebuild
 from turnfold.schemas import codec
-from turnfold.schemas.events import Event, TurnCompleted
-from turnfold.schemas.testing import finished, started
-from turnfold.schemas.topics import Topics
-from turnfold.schemas.wire import Logprobs, TokenIds
 
-NUM_PARTITIONS = 4
+Measured = Callable[[], Awaitable[Seconds]]
 
 
-class Seconds(NamedTuple):
-    wall: float
-    cpu: float
-    """Of this process alone, which a busy machine disturbs less."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self._began = Seconds(time.perf_counter(), time.process_time())
-
-    def read(self) -> Seconds:
-        return Seconds(
-            time.perf_counter() - self._began.wall, time.process_time() - self._began.cpu
-        )
-
-
-def rollout(rollout_id: str, num_turns: int, tokens_per_turn: int) -> Iterator[Event]:
-    """A conversation in which a third of the tokens are sampled."""
-    rng = np.random.default_rng(len(rollout_id))
-    yield started(rollout_id, group_id=f"g-{rollout_id}")
-    num_output = tokens_per_turn // 3
-    length = 0
-    for index in range(num_turns):
-        tail = rng.integers(0, 150_000, tokens_per_turn - num_output)
-        yield TurnCompleted(
-            rollout_id=rollout_id,
-            event_id=f"{rollout_id}:t{index}",
-            session_id="main",
-            turn_id=f"t{index}",
-            parent_turn_id=f"t{index - 1}" if index else None,
-            shared_len=length,
-            prompt_tail=TokenIds.of(tail),
-            output_ids=TokenIds.of(rng.integers(0, 150_000, num_output)),
-            logprobs=Logprobs.of(-rng.random(num_output)),
-            num_prompt_tokens=length + len(tail),
-        )
-        length += tokens_per_turn
-    yield finished(rollout_id)
-
-
-async def fill(bootstrap: str, topics: Topics, options: argparse.Namespace) -> int:
-    """Publish the rollouts and return the bytes of their records."""
-    await create_topics(bootstrap, topics.specs(NUM_PARTITIONS))
-    num_bytes = 0
-
-    async def publish(producer: Producer, rollout_id: str) -> int:
-        size = 0
-        for event in rollout(rollout_id, options.turns, options.tokens_per_turn):
-            await producer.send(topics.events, key=rollout_id, message=event)
-            size += len(codec.encode(event))
-        return size
-
-    async with Producer(bootstrap) as producer:
-        for first in range(0, options.rollouts, 16):
-            names = [f"r{n:05d}" for n in range(first, min(first + 16, options.rollouts))]
-            num_bytes += sum(await asyncio.gather(*(publish(producer, name) for name in names)))
-    return num_bytes
-
-
-async def raw_read(bootstrap: str, topic: str) -> tuple[Seconds, int]:
-    """Time to fetch every record, and how many there were."""
+async def raw_read(bootstrap: str, topic: str, num_records: int) -> Seconds:
+    """Time to fetch every record, from the first request on."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=bootstrap,
         enable_auto_commit=False,
@@ -109,79 +53,120 @@ async def raw_read(bootstrap: str, topic: str) -> tuple[Seconds, int]:
         max_partition_fetch_bytes=32 * 1024 * 1024,
     )
     await consumer.start()
-    places = [TopicPartition(topic, partition) for partition in range(NUM_PARTITIONS)]
+    places = [TopicPartition(topic, partition) for partition in range(workload.NUM_PARTITIONS)]
     consumer.assign(places)
     await consumer.seek_to_beginning(*places)
-    ends = await consumer.end_offsets(places)
-    num_records, began = 0, Clock()
-    while num_records < sum(ends.values()):
+    num_read, clock = 0, Clock()
+    while num_read < num_records:
         found = await consumer.getmany(timeout_ms=200, max_records=500)
-        num_records += sum(len(records) for records in found.values())
-    seconds = began.read()
+        num_read += sum(len(records) for records in found.values())
+    seconds = clock.read()
     await consumer.stop()
-    return seconds, num_records
+    return seconds
 
 
-async def measure(options: argparse.Namespace) -> dict[str, object]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        BrokerProcess(folder) as broker,
-    ):
-        source = KafkaLog(broker.bootstrap, "bench")
-        num_bytes = await fill(broker.bootstrap, source.topics, options)
-        num_turns = options.rollouts * options.turns
-        raw_s, num_records = min(
-            [await raw_read(broker.bootstrap, source.topics.events) for _ in range(options.repeats)]
-        )
-        read_s = min([await timed_read(source, num_records) for _ in range(options.repeats)])
-        replay_s = min([await timed_replay(source, num_records) for _ in range(options.repeats)])
-        parallel_s = min(
-            [
-                await timed_replay(source, num_records, options.processes)
-                for _ in range(options.repeats)
-            ]
-        )
+async def read(source: KafkaLog, look: Callable[[Record], object] = lambda _: None) -> Seconds:
+    clock = Clock()
+    async with aclosing(source.batches(source.topics.events)) as batches:
+        async for records in batches:
+            for record in records:
+                look(record)
+    return clock.read()
+
+
+async def replay(source: KafkaLog, num_processes: int = 1) -> Seconds:
+    clock = Clock()
+    await app.replay(source, is_compared=False, num_processes=num_processes)
+    return clock.read()
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, BrokerProcess(folder) as broker:
+        sizes = [
+            await of_size(broker.bootstrap, options, tokens) for tokens in options.tokens_per_turn
+        ]
+        growth = [await growing(broker.bootstrap, options, factor) for factor in (1, 4, 16)]
+        load = [round(value, 1) for value in os.getloadavg()]
     return {
-        "num_records": num_records,
+        "sizes": sizes,
+        "growth": growth,
+        "longer_rollouts": [in_memory(25 * factor) for factor in (1, 4, 16)],
+        "load_average": load,
+    }
+
+
+def sized(options: argparse.Namespace, tokens_per_turn: int, rollouts: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        rollouts=rollouts, turns=options.turns, tokens_per_turn=tokens_per_turn
+    )
+
+
+async def of_size(
+    bootstrap: str, options: argparse.Namespace, tokens_per_turn: int
+) -> dict[str, Any]:
+    """All readings of one log."""
+    source = KafkaLog(bootstrap, f"bench-{tokens_per_turn}")
+    empty = KafkaLog(bootstrap, "bench-empty")
+    await create_topics(bootstrap, empty.topics.specs(workload.NUM_PARTITIONS))
+    sizes = sized(options, tokens_per_turn, options.rollouts)
+    num_bytes = await workload.fill(bootstrap, source.topics, sizes)
+    num_turns = sizes.rollouts * sizes.turns
+    num_records = num_turns + 2 * sizes.rollouts
+    ways: dict[str, Measured] = {
+        "raw": lambda: raw_read(bootstrap, source.topics.events, num_records),
+        "read": lambda: read(source),
+        "decode": lambda: read(source, decode_event),
+        "replay": lambda: replay(source),
+        f"replay_in_{options.processes}_processes": lambda: replay(source, options.processes),
+        "start": lambda: replay(empty, options.processes),
+    }
+    # Turn about, so that whatever else the machine does hits all of them.
+    rounds = [{name: await way() for name, way in ways.items()} for _ in range(options.repeats)]
+    best = {name: fastest(taken[name] for taken in rounds) for name in ways}
+    start = best.pop("start")
+    return {
+        "tokens_per_turn": tokens_per_turn,
+        "bytes_per_turn": round(num_bytes / num_turns),
         "megabytes": round(num_bytes / 1e6, 1),
-        "raw": rates(raw_s, num_bytes, num_turns),
-        "read": rates(read_s, num_bytes, num_turns),
-        "replay": rates(replay_s, num_bytes, num_turns),
-        f"replay_in_{options.processes}_processes": rates(parallel_s, num_bytes, num_turns),
-        "replay_over_raw": round(raw_s.wall / replay_s.wall, 3),
-        "replay_over_raw_cpu": round(raw_s.cpu / replay_s.cpu, 3),
-        "parallel_over_raw": round(raw_s.wall / parallel_s.wall, 3),
-        "growth": [fold_in_memory(options, factor) for factor in (1, 4, 16)],
-        "open_rollouts": open_rollouts(10_000),
+        "start_s": round(start.wall, 2),
+        **{name: rates(taken, best["raw"], num_bytes, num_turns) for name, taken in best.items()},
     }
 
 
-async def timed_read(source: KafkaLog, num_records: int) -> Seconds:
-    began = Clock()
-    found = [record.offset async for record in source.read(source.topics.events)]
-    assert len(found) == num_records, len(found)
-    return began.read()
+def fastest(taken: Iterable[Seconds]) -> Seconds:
+    found = list(taken)
+    return Seconds(min(s.wall for s in found), min(s.cpu for s in found))
 
 
-async def timed_replay(source: KafkaLog, num_records: int, num_processes: int = 1) -> Seconds:
-    began = Clock()
-    report = await app.replay(source, is_compared=False, num_processes=num_processes)
-    assert report.num_events == num_records, report
-    return began.read()
-
-
-def rates(seconds: Seconds, num_bytes: int, num_turns: int) -> dict[str, float]:
+def rates(taken: Seconds, raw: Seconds, num_bytes: int, num_turns: int) -> dict[str, float]:
     return {
-        "seconds": round(seconds.wall, 3),
-        "cpu_seconds": round(seconds.cpu, 3),
-        "megabytes_per_s": round(num_bytes / 1e6 / seconds.wall, 1),
-        "turns_per_s": round(num_turns / seconds.wall),
+        "wall_s": round(taken.wall, 3),
+        "cpu_s": round(taken.cpu, 3),
+        "megabytes_per_s": round(num_bytes / 1e6 / taken.wall, 1),
+        "turns_per_s": round(num_turns / taken.wall),
+        "cpu_us_per_turn": round(1e6 * taken.cpu / num_turns, 1),
+        "over_raw": round(raw.wall / taken.wall, 3),
+        "over_raw_cpu": round(raw.cpu / taken.cpu, 3),
     }
 
 
-def fold_in_memory(options: argparse.Namespace, factor: int) -> dict[str, float]:
-    """Decode and fold without a broker: the limit of one process."""
-    num_turns = 25 * factor
+async def growing(bootstrap: str, options: argparse.Namespace, factor: int) -> dict[str, float]:
+    """Replay of a log with so many times the rollouts."""
+    source = KafkaLog(bootstrap, f"bench-growth-{factor}")
+    sizes = sized(options, 300, max(1, options.rollouts // 8) * factor)
+    num_bytes = await workload.fill(bootstrap, source.topics, sizes)
+    taken = fastest([await replay(source) for _ in range(options.repeats)])
+    return {
+        "rollouts": sizes.rollouts,
+        "megabytes": round(num_bytes / 1e6, 1),
+        "cpu_us_per_turn": round(1e6 * taken.cpu / (sizes.rollouts * sizes.turns), 1),
+    }
+
+
+def in_memory(num_turns: int, tokens_per_turn: int = 1000) -> dict[str, float]:
+    """CPU of decoding and folding without a broker, by turn and by token."""
+    keep_freed_memory()
+    num_rollouts = 4
     log = [
         Record(
             topic="bench.events",
@@ -193,73 +178,41 @@ def fold_in_memory(options: argparse.Namespace, factor: int) -> dict[str, float]
         )
         for offset, event in enumerate(
             event
-            for n in range(8)
-            for event in rollout(f"r{n}", num_turns, min(options.tokens_per_turn, 1000))
+            for n in range(num_rollouts)
+            for event in workload.rollout(f"r{n}", num_turns, tokens_per_turn)
         )
     ]
-    decode_s = min(_cpu_seconds(lambda: [decode_event(record) for record in log]) for _ in range(3))
 
-    def fold() -> int:
+    def fold() -> None:
         rebuild = Rebuild()
-        return sum(made.num_tokens for record in log for made in rebuild.feed(record))
+        for record in log:
+            for made in rebuild.feed(record):
+                codec.digest(made)
 
-    fold_s = min(_cpu_seconds(fold) for _ in range(3))
+    decode_s = min(cpu_s(lambda: [decode_event(record) for record in log]) for _ in range(5))
+    fold_s = min(cpu_s(fold) for _ in range(5))
+    turns = num_rollouts * num_turns
     return {
         "turns_per_rollout": num_turns,
-        "decode_us_per_turn": round(1e6 * decode_s / (8 * num_turns), 1),
-        "cpu_us_per_turn": round(1e6 * fold_s / (8 * num_turns), 1),
-        "cpu_ns_per_token": round(1e9 * fold_s / fold(), 1),
+        "decode_us_per_turn": round(1e6 * decode_s / turns, 1),
+        "cpu_us_per_turn": round(1e6 * fold_s / turns, 1),
+        "cpu_ns_per_token": round(1e9 * fold_s / turns / tokens_per_turn, 1),
     }
 
 
-def _cpu_seconds(work: Callable[[], object]) -> float:
+def cpu_s(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
     return time.process_time() - began
-
-
-def open_rollouts(number: int, num_turns: int = 10, tokens_per_turn: int = 300) -> dict[str, float]:
-    """Resident memory that open rollouts of a partition add to a healer."""
-    before = _resident_bytes()
-    fold = PartitionFold("bench.events", 0)
-    num_bytes = offset = 0
-    for n in range(number):
-        for event in islice(rollout(f"r{n}", num_turns, tokens_per_turn), num_turns + 1):
-            value = codec.encode(event)
-            num_bytes += len(value)
-            offset += 1
-            fold.feed(
-                Record(
-                    topic="bench.events",
-                    partition=0,
-                    offset=offset,
-                    key=event.rollout_id.encode(),
-                    value=value,
-                    timestamp=0.0,
-                )
-            )
-    used = _resident_bytes() - before
-    return {
-        "number": number,
-        "turns_each": num_turns,
-        "megabytes_of_events": round(num_bytes / 1e6, 1),
-        "megabytes_resident": round(used / 1e6, 1),
-        "kilobytes_a_rollout": round(used / 1e3 / number, 2),
-    }
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--tokens-per-turn", type=int, default=1000)
+    parser.add_argument("--tokens-per-turn", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=2, help="the best of so many counts")
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=2))
 
 

@@ -149,6 +149,7 @@ def rollout(rollout_id: str, num_turns: int = 3) -> list[Event]:
     return script.events
 
 
+@pytest.mark.field_case("verl#7579")
 async def test_a_healer_killed_again_and_again_writes_each_trajectory_once(
     broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
@@ -236,6 +237,7 @@ async def test_a_healer_whose_position_kafka_forgot_writes_nothing_again(
     assert sorted(t.rollout_id for t in found) == ["a", "b"]
 
 
+@pytest.mark.field_case("rllm#586")
 async def test_a_passed_deadline_becomes_an_event_and_closes_the_rollout(
     broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
@@ -416,6 +418,7 @@ def test_a_deadline_has_one_event_id_however_often_it_is_noticed() -> None:
     assert deadline_passed("r1", 1.0).event_id == deadline_passed("r1", 2.0).event_id
 
 
+@pytest.mark.field_case("prime-rl#2786")
 async def test_a_turn_with_unusable_counts_goes_to_the_dead_letters_and_marks_its_rollout(
     broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
 ) -> None:

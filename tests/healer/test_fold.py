@@ -28,6 +28,7 @@ def only_turn(state: RolloutState) -> FoldedTurn:
     return found
 
 
+@pytest.mark.field_case("prime-rl#2794")
 def test_a_turn_is_kept_without_its_messages() -> None:
     message = ChatMessage(role="user", content="a long text")
     state = folded(turn("r1", "t0", prompt=[1], output=[2], new_messages=(message,), reply=message))

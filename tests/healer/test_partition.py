@@ -69,7 +69,7 @@ def test_a_finished_rollout_is_released_and_forgotten() -> None:
     partition = PartitionFold("turnfold.events", 0)
     (trajectory,) = released(fed(records(script().events), partition))
     assert trajectory.rollout_id == "r1"
-    assert partition.open == {}
+    assert not partition.open
 
 
 def test_a_restart_begins_at_the_start_of_the_oldest_open_or_remembered_rollout() -> None:

@@ -65,15 +65,19 @@ def records(events: Iterable[Event], seconds_apart: float = 0.0) -> list[Record]
 
 
 def released(
-    log: Iterable[Record], through: int = 0, fold: PartitionFold | None = None
+    log: Sequence[Record], through: int = 0, fold: PartitionFold | None = None
 ) -> list[Trajectory]:
     """What a healer writes that starts at the first of these records and writes from `through`."""
     fold = fold or PartitionFold("turnfold.events", 0)
+    for record in log:
+        if record.offset < through:
+            fold.warm_up(record)
     return [
         outcome.trajectory
         for record in log
+        if record.offset >= through
         for outcome in fold.feed(record)
-        if isinstance(outcome, Released) and record.offset >= through
+        if isinstance(outcome, Released)
     ]
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnfold.healer.fold import RunningFold, fold, fold_all, open_rollout
+from turnfold.healer.lineage import _resolve, canonical_order, resolve
 from turnfold.healer.rows import trajectory
 from turnfold.schemas import codec
 from turnfold.schemas.events import Event, HistoryMode, RolloutStarted
@@ -196,6 +197,44 @@ def test_the_interleaving_of_sessions_changes_no_byte(
     order.shuffle(choices)
     shuffled = [events[0], *(turns[s].pop(0) for s in choices), events[-1]]
     assert codec.encode(made_from(shuffled)) == codec.encode(made_from(events))
+
+
+def plain_conversations() -> st.SearchStrategy[list[Call]]:
+    """Mostly chains; some with a turn that adds nothing, or that was sent again."""
+
+    def made(sizes: list[tuple[int, int]], retried: int) -> list[Call]:
+        fresh, whole, found = itertools.count(1), [0], list[Call]()
+        for index, (num_tail, num_output) in enumerate(sizes):
+            prompt = [*whole, *(next(fresh) for _ in range(num_tail))]
+            output = [next(fresh) for _ in range(num_output)]
+            parent = f"t{index - 1}" if index else None
+            found.append(Call(f"t{index}", "main", prompt, output, parent))
+            whole = [*prompt, *output]
+        if retried < len(found):
+            found.append(found[retried]._replace(turn_id="again", output=[next(fresh)]))
+        return found
+
+    sizes = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=8)
+    return st.builds(made, sizes, st.integers(0, 40))
+
+
+@steady
+@given(calls() | plain_conversations(), st.sampled_from(["linear", "tree"]))
+def test_a_chain_told_by_its_numbers_gives_what_a_look_at_every_token_gives(
+    made: list[Call], mode: HistoryMode
+) -> None:
+    state = fold_all(enumerate(written(made)))
+    ordered = canonical_order(state.turns.values())
+    by_tokens = trajectory(state, topic="e", partition=0, mode=mode, lineage=_resolve(ordered))
+    assert trajectory(state, topic="e", partition=0, mode=mode) == by_tokens
+
+
+def test_most_conversations_are_chains() -> None:
+    chain = [Call("t0", "main", [1], [2], None), Call("t1", "main", [1, 2, 3], [4], "t0")]
+    fork = Call("t2", "main", [1, 9], [5], "t0")
+    assert resolve(fold_all(enumerate(written(chain))).turns.values()).store is None
+    forked = fold_all(enumerate(written([*chain, fork])))
+    assert resolve(forked.turns.values()).store is not None
 
 
 @steady

@@ -291,6 +291,7 @@ def test_two_agents_alternating_under_one_session_give_one_row_each() -> None:
     assert [row.num_trained for row in rows] == [3, 3]
 
 
+@pytest.mark.field_case("slime#2092")
 def test_a_row_carries_the_policy_versions_of_its_tokens() -> None:
     script = RolloutScript("r1")
     script.turn("t0", [1, 2], [3, 4], policy_version=9)
@@ -315,6 +316,8 @@ def test_version_zero_is_a_version_and_an_unknown_one_is_marked() -> None:
     assert made(rollout(([1], [2]), policy_version=None)).marks == ("policy_version_unknown",)
 
 
+@pytest.mark.field_case("NeMo Gym#2750")
+@pytest.mark.field_case("prime-rl#2983")
 def test_an_aborted_rollout_has_no_reward_and_no_rows_and_drops_every_token() -> None:
     script = retried()
     script.abort("agent_timeout")
@@ -440,6 +443,22 @@ def test_the_trajectory_names_its_rollout_and_its_place_in_the_log() -> None:
     assert (result.index, result.attempt, result.dispatch_index) == (3, 1, 9)
     assert (result.num_healed, result.rewards) == (1, {"format": 1.0})
     assert (result.source.first_offset, result.source.last_offset) == (0, 2)
+
+
+def test_process_rewards_go_to_the_turns_in_the_rows_and_an_unknown_turn_is_marked() -> None:
+    events: list[Event] = [
+        started("r1"),
+        turn("r1", "t0", prompt=[1], output=[2]),
+        finished("r1", reward=1.0, turn_rewards={"t0": 0.5}),
+    ]
+    assert made(events).turn_rewards == {"t0": 0.5}
+    assert "reward_of_unknown_turn" not in made(events).marks
+    elsewhere = finished("r1", reward=1.0, turn_rewards={"t0": 0.5, "t9": 1.0})
+    result = made([*events[:2], elsewhere])
+    assert result.turn_rewards == {"t0": 0.5}
+    assert "reward_of_unknown_turn" in result.marks
+    broken = finished("r1", reward=1.0, turn_rewards={"t0": float("nan")})
+    assert made([*events[:2], broken]).reason == "reward_not_finite"
 
 
 def test_a_turn_may_share_tokens_with_one_that_names_no_parent_but_has_one() -> None:

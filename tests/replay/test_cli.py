@@ -157,6 +157,7 @@ async def _run_until(
     await running
 
 
+@pytest.mark.field_case("AReaL#1343")
 def test_a_replay_proves_trajectories_and_decisions_identical(done: Namespace) -> None:
     result = done("replay")
     assert result.exit_code == 0, result.output
@@ -176,6 +177,41 @@ def test_a_replay_by_several_processes_gives_the_same_digest(done: Namespace) ->
 def test_a_replay_of_some_rollouts_leaves_the_others_out(done: Namespace) -> None:
     assert "identical: 1 trajectories from 4 events" in done("replay", "--rollout", "g1-00").output
     assert "identical: 2 trajectories from" in done("replay", "--group", "g1").output
+
+
+def test_a_replay_of_a_time_or_of_offsets_takes_the_rollouts_that_began_there(
+    done: Namespace,
+) -> None:
+    placed = [json.loads(line) for line in done("cat", "--position").stdout.splitlines()]
+    starts = [p for p in placed if p["event"]["type"] == "rollout_started"]
+    named = f"{starts[0]['partition']}:{starts[0]['offset']}-{starts[0]['offset']}"
+    of_offsets = done("replay", "--offsets", named)
+    assert of_offsets.exit_code == 0, of_offsets.output
+    assert of_offsets.output.splitlines()[-1].startswith("identical: ")
+    only = done("replay", "--rollout", starts[0]["event"]["rollout_id"])
+    assert (
+        of_offsets.output.splitlines()[-1].split("digest")[1]
+        == (only.output.splitlines()[-1].split("digest")[1])
+    )
+    assert "identical: 9 trajectories" in done("replay", "--since", "2020-01-01").output
+    assert "identical: 0 trajectories" in done("replay", "--until", "2020-01-01T12:00Z").output
+    refused = done("replay", "--offsets", "7").exception
+    assert isinstance(refused, UserError)
+    assert "expected PARTITION:FIRST-LAST" in str(refused)
+
+
+def test_a_replay_of_a_run_leaves_other_runs_out(done: Namespace) -> None:
+    assert "identical: 9 trajectories from" in done("replay", "--run", "default").output
+    assert "identical: 0 trajectories from 0" in done("replay", "--run", "other").output
+
+
+def test_a_replay_is_resumed_from_its_checkpoint(done: Namespace, tmp_path: Path) -> None:
+    folder = str(tmp_path / "replay.d")
+    assert done("replay", "--checkpoint", folder, "--processes", "2").exit_code == 0
+    resumed = done("replay", "--checkpoint", folder, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert resumed.output == done("replay").output
+    assert done("replay", "--resume").exit_code == 2
 
 
 def test_a_replay_needs_no_setting_of_the_run(done: Namespace) -> None:
@@ -322,6 +358,17 @@ def test_a_file_that_is_no_log_is_one_clear_error(done: Namespace, tmp_path: Pat
     error = done("replay", "--file", str(path)).exception
     assert isinstance(error, UserError)
     assert "is no turnfold log file" in str(error)
+
+
+@pytest.mark.field_case("rl-insight#170")
+@pytest.mark.field_case("trl#6491")
+def test_what_a_policy_version_said_and_how_long_it_took_can_be_read_from_the_log(
+    done: Namespace,
+) -> None:
+    lines = done("cat", "--rollout", "g1-01").stdout.splitlines()
+    turns = [e for e in map(json.loads, lines) if e["type"] == "turn_completed"]
+    assert [turn["policy_versions"][0]["policy_version"] for turn in turns] == [0, 0, 0]
+    assert {"output_ids", "logprobs", "prompt_tail"} <= turns[0].keys()
 
 
 def test_events_that_were_printed_can_be_published_again(

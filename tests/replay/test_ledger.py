@@ -1,6 +1,7 @@
 """The account of a log, counted from its events."""
 
 import msgspec
+import pytest
 
 from turnfold.healer.partition import PartitionFold, Released
 from turnfold.log.records import Record
@@ -59,6 +60,17 @@ def test_every_token_of_a_log_is_accounted_for() -> None:
     assert accounts["lost"].dropped == {"rollout_aborted:deadline": 3}
     assert accounts["running"].waiting == {"in_flight": 1}
     assert accounts["nobody"].dropped == {"never_started": 1}
+
+
+@pytest.mark.field_case("NeMo Gym#2750")
+def test_finished_failed_and_unresolved_rollouts_are_told_apart() -> None:
+    accounts = {a.name: a for a in accounted(example()).by_rollout()}
+    assert {name: account.status for name, account in accounts.items()} == {
+        "done": "completed",
+        "lost": "aborted",
+        "running": "in_flight",
+        "nobody": "never_started",
+    }
 
 
 def test_runs_are_the_sum_of_their_rollouts() -> None:

@@ -21,7 +21,7 @@ from turnfold.schemas.batches import (
     RolloutRef,
 )
 from turnfold.schemas.errors import UserError
-from turnfold.schemas.policies import PolicyPublished
+from turnfold.schemas.policies import PolicyPublished, UpdateSchedule
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.testing import RolloutScript, started, turn
 from turnfold.schemas.trajectories import Trajectory
@@ -193,6 +193,55 @@ def test_sizes_that_the_trainer_did_not_have_are_refused() -> None:
         UserError, match=r"the trainer took 4 optimizer steps for batch 1, .* give 2"
     ):
         check_steps(schedule, published(1, optimizer_steps=4.0))
+
+
+def logged(version: int, num_mini_batches: int = 2, epochs: int = 2) -> PolicyPublished:
+    steps = num_mini_batches * epochs
+    schedule = UpdateSchedule(num_mini_batches=num_mini_batches, epochs=epochs, steps=steps)
+    return PolicyPublished(
+        run_id="default", policy_version=version, weights_uri="", schedule=schedule
+    )
+
+
+def traced(decided: Assignments, sizes: Sizes) -> tuple[int, ...]:
+    batch = {"g1-00": ended("g1-00"), "g1-01": ended("g1-01")}
+    placement = trace("t0", "g1-01", batch, decided, sizes).placement
+    assert placement is not None
+    return placement.steps
+
+
+def test_a_turn_needs_no_options_when_the_trainer_has_logged_its_schedule() -> None:
+    decided = assigned()
+    decided.add_policy(logged(1))
+    given = Sizes(groups_per_mini_batch=2, num_epochs=2)
+    assert traced(decided, Sizes()) == traced(assigned(), given)
+
+
+def test_the_newest_schedule_stands_for_a_batch_whose_record_was_compacted() -> None:
+    decided = assigned()
+    decided.add_policy(logged(2))
+    assert len(traced(decided, Sizes())) == 2
+
+
+def test_a_schedule_of_its_own_counts_for_a_batch_before_a_newer_one() -> None:
+    decided = assigned()
+    decided.add_policy(logged(1, epochs=3))
+    decided.add_policy(logged(2, epochs=1))
+    assert len(traced(decided, Sizes())) == 3
+
+
+def test_options_that_contradict_the_log_are_refused() -> None:
+    decided = assigned()
+    decided.add_policy(logged(1))
+    with pytest.raises(UserError, match="num_epochs 5 was given, but the trainer logged 2"):
+        traced(decided, Sizes(num_epochs=5))
+
+
+def test_logged_mini_batches_that_do_not_divide_the_batch_are_an_error() -> None:
+    decided = assigned()
+    decided.add_policy(logged(1, num_mini_batches=3))
+    with pytest.raises(UserError, match="3 mini-batches, which do not divide the 4 groups"):
+        traced(decided, Sizes())
 
 
 @given(

@@ -24,6 +24,14 @@ HistoryMode = Literal["linear", "tree"]
 NonlinearPolicy = Literal["reset", "error", "passthrough"]
 """What linear mode does with a history that has no stored prefix."""
 
+RewritePolicy = Literal["keep", "follow"]
+"""What linear mode does where the chat template takes earlier text back: reasoning at a new user
+message, a system text that moves to the last message, another date.
+
+keep     the saved tokens stay, the new messages are appended as the template writes them now
+follow   the prompt is what the template renders now; a new segment begins
+"""
+
 Split = Literal["train", "eval"]
 
 Continuity = Literal["first", "extended", "healed", "reset", "forked", "passthrough"]
@@ -72,6 +80,7 @@ class RolloutStarted(RolloutEvent, frozen=True, kw_only=True, tag="rollout_start
     split: Split = "train"
     history_mode: HistoryMode = "linear"
     nonlinear: NonlinearPolicy = "reset"
+    rewrites: RewritePolicy = "keep"
     deadline_at: float | None = None
     """Unix seconds after which an unfinished rollout is aborted."""
     model: str = ""
@@ -101,7 +110,8 @@ class Divergence(Wire, frozen=True, kw_only=True):
     message_index: int = -1
     """First message that differs, counted in the request; -1 when all are equal."""
     token_index: int = -1
-    """First token of the plain render that differs from the stored tokens; -1 when not measured."""
+    """First stored token that a plain render would not repeat or, where the client's render was not
+    made, the first one of the message that differs; -1 when not known."""
 
 
 class TurnCompleted(RolloutEvent, frozen=True, kw_only=True, tag="turn_completed"):
@@ -172,6 +182,9 @@ class RolloutFinished(RolloutEvent, frozen=True, kw_only=True, tag="rollout_fini
     reward: float
     rewards: dict[str, float] = {}
     """Named parts of the reward, for reports."""
+    turn_rewards: dict[str, float] = {}
+    """Process rewards: by turn_id, what a turn was worth in itself. They come on top of `reward`,
+    which is the outcome of the rollout."""
     is_truncated: bool = False
     """The agent ran out of turns, context or time but was scored all the same."""
     info: dict[str, str] = {}
@@ -190,6 +203,8 @@ class RewardRevised(RolloutEvent, frozen=True, kw_only=True, tag="reward_revised
 
     reward: float
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
+    """Process rewards by turn_id; like the other two they replace what was said before."""
     reason: str = ""
 
 

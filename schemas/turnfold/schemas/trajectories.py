@@ -62,6 +62,8 @@ class TurnLedger(Wire, frozen=True, kw_only=True):
 
     @property
     def is_balanced(self) -> bool:
+        if not self.masked and not self.dropped:
+            return self.num_trained == self.num_sampled
         accounted = self.num_trained + sum(self.masked.values()) + sum(self.dropped.values())
         return accounted == self.num_sampled
 
@@ -121,6 +123,8 @@ class Trajectory(Wire, frozen=True, kw_only=True, tag="trajectory"):
     reward: float | None = None
     """None when the rollout has no reward that counts."""
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
+    """Process rewards by turn_id, of turns in the rows."""
     rows: tuple[Row, ...]
     ledger: Ledger
     num_turns: int = 0

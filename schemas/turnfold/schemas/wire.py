@@ -47,12 +47,17 @@ class Packed:
 
     __slots__ = ("data",)
     dtype: ClassVar[np.dtype[Any]]
+    itemsize: ClassVar[int]
+    """Bytes of one number; numpy takes four times as long to say it."""
+
+    def __init_subclass__(cls) -> None:
+        cls.itemsize = cls.dtype.itemsize
 
     def __init__(self, data: bytes | bytearray | memoryview = b"") -> None:
         data = bytes(data)
-        if len(data) % self.dtype.itemsize:
+        if len(data) % self.itemsize:
             raise ValueError(
-                f"{type(self).__name__}: expected a multiple of {self.dtype.itemsize} bytes, "
+                f"{type(self).__name__}: expected a multiple of {self.itemsize} bytes, "
                 f"got {len(data)}"
             )
         self.data = data
@@ -76,7 +81,7 @@ class Packed:
         return values
 
     def __len__(self) -> int:
-        return len(self.data) // self.dtype.itemsize
+        return len(self.data) // self.itemsize
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
@@ -137,7 +142,8 @@ def decode_packed(kind: type, value: Any) -> Any:
     """msgspec `dec_hook`: bytes from msgpack, a list of numbers from JSON."""
     if not issubclass(kind, Packed):
         raise NotImplementedError(f"cannot decode {kind.__name__}")
-    if isinstance(value, bytes | bytearray | memoryview):
+    # A union of types, made anew for each array, would cost more than the rest of this function.
+    if isinstance(value, (bytes, bytearray, memoryview)):
         return kind(value)
     if isinstance(value, list):
         return kind.of(value)

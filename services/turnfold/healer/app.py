@@ -18,13 +18,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import closing
 
 import msgspec
 from aiokafka.errors import KafkaError
 
 from turnfold.healer import metrics
+from turnfold.healer.client import TemporaryStore
 from turnfold.healer.deadlines import Deadlines
+from turnfold.healer.opened import NO_LIMIT, OpenRollouts
 from turnfold.healer.partition import (
+    Ended,
     Ignored,
     Opened,
     Outcome,
@@ -46,6 +50,7 @@ from turnfold.log.client import (
     Replaced,
     dead_letter,
 )
+from turnfold.log.memory import keep_freed_memory
 from turnfold.log.service import Health
 from turnfold.schemas.events import RolloutAborted
 from turnfold.schemas.trajectories import Trajectory
@@ -70,8 +75,10 @@ async def run(settings: Settings, health: Health, stop: asyncio.Event) -> None:
     Raises BrokerUnavailable when no broker answers at the start, MissingTopic, SettingsError, or
     Replaced when another healer has taken over. A broker that goes away later is waited for.
     """
+    keep_freed_memory()
     partitions = await _owned_partitions(settings)
-    healers = [PartitionHealer(settings, partition) for partition in partitions]
+    share = int(settings.max_open_mb * 1e6 / len(partitions))
+    healers = [PartitionHealer(settings, partition, share) for partition in partitions]
     tasks = [asyncio.create_task(healer.run(stop)) for healer in healers]
     tasks.append(asyncio.create_task(_report(settings, healers, health, stop)))
     try:
@@ -118,17 +125,19 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
 class PartitionHealer:
     """The owner of one partition of the events topic."""
 
-    def __init__(self, settings: Settings, partition: int) -> None:
+    def __init__(self, settings: Settings, partition: int, max_open_bytes: int = NO_LIMIT) -> None:
         self.settings, self.topics = settings, settings.topics
         self.topic, self.partition = settings.topics.events, partition
         self.group = f"{settings.namespace}-healer"
         self.is_caught_up = False
         self.num_trajectories = 0
         self.num_dead_letters = 0
+        self._max_open_bytes = max_open_bytes
+        self._idle = TemporaryStore()
         self._reset()
 
     def _reset(self) -> None:
-        self.fold = PartitionFold(self.topic, self.partition)
+        self.fold = self._new_fold(log_time=0.0)
         self.position = 0
         """Next offset to read."""
         self.end = 0
@@ -141,15 +150,25 @@ class PartitionHealer:
         """Trajectories (rollout_id, revision) found although no position was committed."""
         self._deadlines = Deadlines(self.settings.max_open_s)
 
+    def _new_fold(self, log_time: float) -> PartitionFold:
+        self._idle.clear()
+        opened = OpenRollouts(self._idle, self._max_open_bytes)
+        return PartitionFold(self.topic, self.partition, log_time=log_time, opened=opened)
+
     def __str__(self) -> str:
         return (
             f"partition {self.partition}: at {self.position} of {self.end}, "
-            f"{len(self.fold.open)} rollouts open, {self.num_trajectories} trajectories written, "
+            f"{len(self.fold.open)} rollouts open ({self.fold.open.num_idle} idle on disk), "
+            f"{self.num_trajectories} trajectories written, "
             f"{self.num_dead_letters} dead letters"
         )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Heal until `stop` is set; start over from the log when the broker went away."""
+        with closing(self._idle):
+            await self._heal_again_and_again(stop)
+
+    async def _heal_again_and_again(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             self._reset()
             self.is_caught_up = False
@@ -200,7 +219,7 @@ class PartitionHealer:
             self.position = max(offset, start)
             reached = msgspec.json.decode(metadata, type=Position)
             self.through = self._committed = reached.through
-            self.fold = PartitionFold(self.topic, self.partition, log_time=reached.log_time)
+            self.fold = self._new_fold(reached.log_time)
             if offset < start:
                 log.warning(
                     "partition %d: rollouts that began before offset %d have left the log; "
@@ -241,17 +260,21 @@ class PartitionHealer:
             await self._write(producer, results)
         self.through = max(self.through, self.position)
         metrics.OPEN_ROLLOUTS.labels(self.partition).set(len(self.fold.open))
+        metrics.IDLE_ROLLOUTS.labels(self.partition).set(self.fold.open.num_idle)
 
     def _fold(self, record: Record) -> list[Outcome]:
         """What came of a record, or nothing if that was written before a restart."""
-        outcomes = self.fold.feed(record)
+        is_new = record.offset >= self.through
+        outcomes = self.fold.feed(record) if is_new else self.fold.warm_up(record)
         for outcome in outcomes:
             match outcome:
                 case Opened(started):
                     self._deadlines.opened(started, record.timestamp)
                 case Released(trajectory):
                     self._deadlines.closed(trajectory.rollout_id)
-        if record.offset < self.through:
+                case Ended(rollout_id):
+                    self._deadlines.closed(rollout_id)
+        if not is_new:
             return []
         return [outcome for outcome in outcomes if not self._is_written(outcome)]
 

@@ -29,6 +29,7 @@ from turnfold.schemas.events import (
     TurnFailed,
     VersionSpan,
 )
+from turnfold.schemas.wire import Logprobs
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +267,7 @@ class RunningFold:
 
     def _revise(self, event: RewardRevised, offset: int) -> Problem | None:
         where = f"rollout {self.rollout_id}, revised reward {event.reward}"
-        if not is_reward_finite(event.reward, event.rewards):
+        if not is_reward_finite(event):
             return Problem(
                 kind="reward_not_finite", detail=f"{where}: expected a finite number", offset=offset
             )
@@ -288,14 +289,16 @@ def _without_messages(event: TurnCompleted) -> TurnCompleted:
 
 
 def _problem_of_end(event: RolloutFinished, offset: int) -> Problem | None:
-    if is_reward_finite(event.reward, event.rewards):
+    if is_reward_finite(event):
         return None
     detail = f"rollout {event.rollout_id}: expected a finite reward, got {event.reward}"
     return Problem(kind="reward_not_finite", detail=detail, offset=offset)
 
 
-def is_reward_finite(reward: float, rewards: dict[str, float]) -> bool:
-    return all(math.isfinite(value) for value in (reward, *rewards.values()))
+def is_reward_finite(end: RolloutFinished | RewardRevised) -> bool:
+    """Whether the reward and all its parts are numbers."""
+    values = (end.reward, *end.rewards.values(), *end.turn_rewards.values())
+    return all(map(math.isfinite, values))
 
 
 def _problem_of_turn(event: TurnCompleted, offset: int) -> Problem | None:
@@ -317,7 +320,7 @@ def _problem_of_turn(event: TurnCompleted, offset: int) -> Problem | None:
             f"expected one logprob for each of {num_output} output tokens, "
             f"got {len(event.logprobs)}",
         )
-    elif not np.isfinite(event.logprobs.array).all():
+    elif not _is_finite(event.logprobs):
         place = int(np.flatnonzero(~np.isfinite(event.logprobs.array))[0])
         found = ("logprobs_not_finite", f"the logprob of output token {place} is not finite")
     elif not _is_covered(event.policy_versions, num_output):
@@ -333,10 +336,22 @@ def _problem_of_turn(event: TurnCompleted, offset: int) -> Problem | None:
     return Problem(kind=kind, detail=detail, offset=offset, turn_id=event.turn_id)
 
 
+def _is_finite(logprobs: Logprobs) -> bool:
+    """Whether every logprob is a number.
+
+    The sum of squares is not finite as soon as one of them is not; it takes a tenth of the time of
+    a look at each. Huge numbers can overflow it, so that it alone does not condemn.
+    """
+    values = logprobs.array
+    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
+
+
 def _is_covered(spans: tuple[VersionSpan, ...], num_output: int) -> bool:
     """Whether the spans follow each other from 0 to the end; none at all is "not known"."""
     if not spans or num_output == 0:
         return True
+    if len(spans) == 1:
+        return spans[0].start == 0 and spans[0].end == num_output
     ends = [0, *(span.end for span in spans)]
     is_chained = all(
         span.start == end and span.end > span.start

@@ -47,11 +47,17 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     gaps: tuple[Problem, ...]
     """One for each turn whose parent is missing, damaged or too short: a `gap` when the turn could
     not be put together, `parent_missing` when it could, since it carries its whole prompt."""
-    store: TokenStore
+    store: TokenStore | None
+    """None for a chain: every turn repeats the whole of the one before it, and adds to it."""
 
     def sequence(self, turn_id: str) -> TokenIds:
         """Prompt and output of a turn."""
-        return TokenIds.of(self.store.full(turn_id))
+        if self.store is not None:
+            return TokenIds(self.store.full(turn_id).tobytes())
+        events = [turn.turn.event for turn in self.path(turn_id)]
+        return TokenIds(
+            b"".join(ids.data for event in events for ids in (event.prompt_tail, event.output_ids))
+        )
 
     def path(self, turn_id: str) -> list[ResolvedTurn]:
         """The turn and all that it extends, the oldest first."""
@@ -65,7 +71,47 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 def resolve(turns: Iterable[FoldedTurn]) -> Lineage:
     """Put every turn together, find what it extends, and name orphans and gaps."""
-    sound = {t.event.turn_id: t for t in canonical_order(turns) if not t.untrusted}
+    ordered = canonical_order(turns)
+    return _chain(ordered) or _resolve(ordered)
+
+
+def _chain(ordered: Sequence[FoldedTurn]) -> Lineage | None:
+    """What `_resolve` finds in a conversation of which every turn extends the one before.
+
+        t0: [1 2] -> 3        t1: t0 + [4] -> 5        t2: t1 + [6] -> 7
+
+    Most rollouts are one, and it is told by a few numbers of each turn without looking at a token.
+    None for anything else: other sessions, resets, forks, damage, a prompt that came before.
+    """
+    found: dict[str, ResolvedTurn] = {}
+    last: str | None = None
+    num_prompt = length = 0
+    for turn in ordered:
+        event = turn.event
+        if (
+            turn.untrusted
+            or event.parent_turn_id != last
+            or event.shared_len != length
+            or event.num_prompt_tokens <= num_prompt
+            or event.session_id != ordered[0].event.session_id
+        ):
+            return None
+        num_prompt = event.num_prompt_tokens
+        length = num_prompt + len(event.output_ids)
+        found[event.turn_id] = ResolvedTurn(
+            turn=turn,
+            extends=last,
+            is_orphan=False,
+            output_start=num_prompt,
+            output_end=length,
+        )
+        last = event.turn_id
+    return Lineage(turns=found, gaps=(), store=None)
+
+
+def _resolve(ordered: Iterable[FoldedTurn]) -> Lineage:
+    """The turns of any rollout."""
+    sound = {turn.event.turn_id: turn for turn in ordered if not turn.untrusted}
     store, gaps = _stored(sound)
     known = {turn_id: turn for turn_id, turn in sound.items() if turn_id in store}
     extends = _extensions(known, store)

@@ -14,6 +14,9 @@ DEAD_LETTERS = Counter("turnfold_healer_dead_letters", "Records that could not b
 IGNORED = Counter("turnfold_healer_ignored_events", "Events that change nothing", ["kind"])
 DEADLINES = Counter("turnfold_healer_deadlines", "Rollouts aborted at their deadline")
 OPEN_ROLLOUTS = Gauge("turnfold_healer_open_rollouts", "Rollouts not closed yet", ["partition"])
+IDLE_ROLLOUTS = Gauge(
+    "turnfold_healer_idle_rollouts", "Open rollouts that rest on disk", ["partition"]
+)
 LAG = Gauge("turnfold_healer_lag", "Records of the log not folded yet", ["partition"])
 FOLD_SECONDS = Histogram(
     "turnfold_healer_fold_seconds",

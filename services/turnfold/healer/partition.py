@@ -21,6 +21,7 @@ import msgspec
 
 from turnfold.healer.fold import RolloutState, RunningFold, open_rollout
 from turnfold.healer.lineage import Lineage, resolve
+from turnfold.healer.opened import OpenRollouts
 from turnfold.healer.rows import trajectory
 from turnfold.log.records import Record
 from turnfold.schemas import codec
@@ -34,6 +35,8 @@ seconds; the rest is for clocks that differ."""
 NO_DEADLINE_S = 3600.0
 """What stands for a deadline, from the start on, in a rollout that has none."""
 
+_EVENTS: codec.Decoder[Event] = codec.Decoder(Event)
+
 
 class Opened(msgspec.Struct, frozen=True):
     """A rollout began."""
@@ -45,6 +48,12 @@ class Released(msgspec.Struct, frozen=True):
     """A rollout was closed; its state is let go."""
 
     trajectory: Trajectory
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A rollout was closed while warming up, when nobody wants its trajectory."""
+
+    rollout_id: str
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -67,7 +76,7 @@ class Ignored(msgspec.Struct, frozen=True):
     kind: str
 
 
-Outcome = Opened | Released | Rejected | RevisionWanted | Ignored
+Outcome = Opened | Released | Ended | Rejected | RevisionWanted | Ignored
 
 
 class RestartPoint(msgspec.Struct, frozen=True):
@@ -104,12 +113,13 @@ class PartitionFold:
         *,
         mode: HistoryMode | None = None,
         log_time: float = 0.0,
+        opened: OpenRollouts | None = None,
     ) -> None:
         self.topic, self.partition, self.mode = topic, partition, mode
         self.log_time = log_time
         """Latest time of a record, Unix seconds."""
-        self.open: dict[str, RunningFold] = {}
-        """By rollout_id, the oldest first."""
+        self.open = OpenRollouts() if opened is None else opened
+        self._is_warming_up = False
         self._known: dict[str, _Known] = {}
         """Open and remembered rollouts, in the order in which they began."""
         # Turns whose parent is not known (yet), whole, in case they end in the dead letters.
@@ -134,6 +144,14 @@ class PartitionFold:
         for rollout_id in list(islice(self._known, num_forgotten)):
             del self._known[rollout_id]
         return point
+
+    def warm_up(self, record: Record) -> list[Outcome]:
+        """As `feed`, for a record whose outcome is in the log already: no rows are made."""
+        self._is_warming_up = True
+        try:
+            return self.feed(record)
+        finally:
+            self._is_warming_up = False
 
     def feed(self, record: Record) -> list[Outcome]:
         """Fold one record. Records come in the order of their offsets."""
@@ -171,7 +189,7 @@ class PartitionFold:
         else:
             begins = RestartPoint(record.offset, log_time_before)
             self._known[event.rollout_id] = _Known(begins, until, last_start=record.offset)
-        self.open[event.rollout_id] = RunningFold(open_rollout(event, record.offset))
+        self.open.add(RunningFold(open_rollout(event, record.offset)), len(record.value or b""))
         return Opened(event)
 
     def _is_remembered(self, rollout_id: str) -> bool:
@@ -179,9 +197,9 @@ class PartitionFold:
         return known is not None and self.log_time <= known.until
 
     def _undecodable(self, record: Record, reason: str) -> Rejected:
-        rollout_id = (record.key or b"").decode(errors="replace")
-        if rollout_id in self.open:
-            self.open[rollout_id].mark_undecodable(record.offset, reason)
+        running = self.open.get((record.key or b"").decode(errors="replace"))
+        if running is not None:
+            running.mark_undecodable(record.offset, reason)
         return Rejected(record, reason)
 
     def _fold(self, running: RunningFold, event: Event, record: Record) -> list[Outcome]:
@@ -193,27 +211,32 @@ class PartitionFold:
         if isinstance(event, TurnCompleted) and problem is None:
             self._keep_if_doubtful(running, event, record)
         if running.is_closed:
-            outcomes += self._released(running.state())
+            outcomes += self._released(running)
+        else:
+            self.open.grew(running.rollout_id, len(record.value or b""))
         return outcomes
 
     def _keep_if_doubtful(self, running: RunningFold, event: TurnCompleted, record: Record) -> None:
         if event.shared_len == 0:
             return
-        doubtful = self._doubtful.get(running.rollout_id, {})
+        doubtful = self._doubtful.get(running.rollout_id)
         parent = running.turns.get(event.parent_turn_id or "")
         is_sound = (
             parent is not None
             and not parent.untrusted
-            and parent.offset not in doubtful
+            and (doubtful is None or parent.offset not in doubtful)
             and event.shared_len <= parent.num_tokens
         )
         if not is_sound:
-            self._doubtful.setdefault(running.rollout_id, doubtful)[record.offset] = record
+            self._doubtful.setdefault(running.rollout_id, {})[record.offset] = record
 
-    def _released(self, state: RolloutState) -> list[Outcome]:
-        del self.open[state.rollout_id]
+    def _released(self, running: RunningFold) -> list[Outcome]:
+        self.open.remove(running.rollout_id)
+        doubtful = self._doubtful.pop(running.rollout_id, {})
+        if self._is_warming_up:
+            return [Ended(running.rollout_id)]
+        state = running.state()
         lineage = resolve(state.turns.values())
-        doubtful = self._doubtful.pop(state.rollout_id, {})
         rejected = [
             Rejected(doubtful[gap.offset], gap.detail)
             for gap in lineage.gaps
@@ -278,7 +301,7 @@ def decode_event(record: Record) -> Event:
     """The event in a record. Raises CodecError saying what is wrong with it."""
     if record.value is None:
         raise codec.CodecError("expected an event, got a record without a value")
-    event: Event = codec.decode(Event, record.value, record.content_type)
+    event = _EVENTS.decode(record.value, record.content_type)
     if record.key != event.rollout_id.encode():
         raise codec.CodecError(
             f"expected the key to be the rollout_id {event.rollout_id!r}, got {record.key!r}: "

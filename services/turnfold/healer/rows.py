@@ -12,10 +12,9 @@ A sampled token is trained once, in the first row that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 
 from turnfold.healer.fold import FoldedTurn, RolloutState, is_reward_finite
 from turnfold.healer.lineage import Lineage, ResolvedTurn, canonical_order, resolve
@@ -80,6 +79,7 @@ class _Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     reward: float | None = None
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
 
 
 def _verdict(state: RolloutState, lineage: Lineage) -> _Verdict:
@@ -89,13 +89,14 @@ def _verdict(state: RolloutState, lineage: Lineage) -> _Verdict:
     if isinstance(end, RolloutAborted):
         return _Verdict(status="aborted", reason=end.reason)
     final = state.revised or end
-    if not is_reward_finite(final.reward, final.rewards):
+    if not is_reward_finite(final):
         return _Verdict(status="aborted", reason="reward_not_finite")
     is_truncated = end.is_truncated or _is_cut_short(lineage)
     return _Verdict(
         status="truncated" if is_truncated else "completed",
         reward=final.reward,
         rewards=final.rewards,
+        turn_rewards=final.turn_rewards,
     )
 
 
@@ -120,6 +121,7 @@ def _made(
 ) -> Trajectory:
     assert ledger.is_balanced, f"rollout {state.rollout_id}: {ledger}"
     started, versions = state.started, _trained_versions(rows)
+    in_a_row = {span.turn_id for row in rows for span in row.turns}
     return Trajectory(
         rollout_id=state.rollout_id,
         revision=state.revision,
@@ -135,6 +137,7 @@ def _made(
         reason=verdict.reason,
         reward=verdict.reward,
         rewards=verdict.rewards,
+        turn_rewards={t: r for t, r in verdict.turn_rewards.items() if t in in_a_row},
         rows=rows,
         ledger=ledger,
         num_turns=len(state.turns),
@@ -142,7 +145,7 @@ def _made(
         num_healed=sum(turn.event.continuity == "healed" for turn in state.turns.values()),
         min_policy_version=min(versions, default=0),
         max_policy_version=max(versions, default=0),
-        marks=_marks(state, lineage, rows),
+        marks=_marks(state, lineage, rows, verdict),
         source=source,
         fold_version=FOLD_VERSION,
     )
@@ -171,17 +174,14 @@ def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
     if not to_train:
         return None
     num_tokens = to_train[-1].output_end
-    loss_mask = np.zeros(num_tokens, dtype=LossMask.dtype)
-    logprobs = np.zeros(num_tokens, dtype=Logprobs.dtype)
-    for turn in to_train:
-        loss_mask[turn.output_start : turn.output_end] = 1
-        logprobs[turn.output_start : turn.output_end] = turn.turn.event.logprobs.array
+    loss_mask, logprobs = _trained_arrays(to_train)
     path = [turn for turn in path if turn.output_end <= num_tokens]
     is_trained = {turn.turn_id for turn in to_train}
+    sequence = lineage.sequence(leaf.turn_id)
     return Row(
-        token_ids=lineage.sequence(leaf.turn_id)[:num_tokens],
-        loss_mask=LossMask.of(loss_mask),
-        logprobs=Logprobs.of(logprobs),
+        token_ids=sequence if len(sequence) == num_tokens else sequence[:num_tokens],
+        loss_mask=loss_mask,
+        logprobs=logprobs,
         session_id=leaf.turn.event.session_id,
         turns=tuple(
             TurnSpan(
@@ -194,6 +194,20 @@ def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
         ),
         policy_versions=tuple(span for turn in path for span in _version_spans(turn)),
     )
+
+
+def _trained_arrays(to_train: Iterable[ResolvedTurn]) -> tuple[LossMask, Logprobs]:
+    """Mask and logprobs up to the end of the last of these turns: 0 outside of their outputs.
+
+    Put together from the bytes as they came: making arrays of them takes several times as long.
+    """
+    loss_mask, logprobs, end = list[bytes](), list[bytes](), 0
+    for turn in to_train:
+        num_context = turn.output_start - end
+        loss_mask += (bytes(num_context), b"\x01" * (turn.output_end - turn.output_start))
+        logprobs += (bytes(num_context * Logprobs.itemsize), turn.turn.event.logprobs.data)
+        end = turn.output_end
+    return LossMask(b"".join(loss_mask)), Logprobs(b"".join(logprobs))
 
 
 def _version_spans(turn: ResolvedTurn) -> Iterable[VersionSpan]:
@@ -223,8 +237,7 @@ def build_ledger(
     for turn in canonical_order(turns):
         turn_id = turn.event.turn_id
         if turn_id in trained_in:
-            num_trained = len(turn.event.output_ids)
-            entries.append(_entry(turn, num_trained=num_trained, row=trained_in[turn_id]))
+            entries.append(_entry(turn, is_trained=True, row=trained_in[turn_id]))
             continue
         reason = _why_untrained(turn, lineage, mode)
         if turn_id in in_a_row:
@@ -258,19 +271,20 @@ def _aborted_ledger(turns: Iterable[FoldedTurn], reason: str) -> Ledger:
 def _entry(
     turn: FoldedTurn,
     *,
-    num_trained: int = 0,
-    masked: Mapping[str, int] = {},
-    dropped: Mapping[str, int] = {},
+    is_trained: bool = False,
+    masked: dict[str, int] | None = None,
+    dropped: dict[str, int] | None = None,
     row: int | None = None,
 ) -> TurnLedger:
     event = turn.event
+    num_sampled = len(event.output_ids)
     return TurnLedger(
         turn_id=event.turn_id,
         session_id=event.session_id,
-        num_sampled=len(event.output_ids),
-        num_trained=num_trained,
-        masked=dict(masked),
-        dropped=dict(dropped),
+        num_sampled=num_sampled,
+        num_trained=num_sampled if is_trained else 0,
+        masked=masked or {},
+        dropped=dropped or {},
         row=row,
         continuity=event.continuity,
         finish_reason=event.finish_reason,
@@ -282,8 +296,12 @@ def _counted(turn: FoldedTurn, reason: str) -> dict[str, int]:
     return {reason: num_sampled} if num_sampled else {}
 
 
-def _marks(state: RolloutState, lineage: Lineage, rows: tuple[Row, ...]) -> tuple[str, ...]:
+def _marks(
+    state: RolloutState, lineage: Lineage, rows: tuple[Row, ...], verdict: _Verdict
+) -> tuple[str, ...]:
     marks = {problem.mark for problem in (*state.problems, *lineage.gaps)}
+    if not state.turns.keys() >= verdict.turn_rewards.keys():
+        marks.add("reward_of_unknown_turn")
     trained = {span.turn_id for row in rows for span in row.turns if span.is_trained}
     if any(not lineage.turns[turn_id].turn.event.policy_versions for turn_id in trained):
         marks.add("policy_version_unknown")
@@ -295,12 +313,12 @@ def _trained_versions(rows: Iterable[Row]) -> list[int]:
         span.policy_version
         for row in rows
         for span in row.policy_versions
-        if row.loss_mask.array[span.start]
+        if row.loss_mask.data[span.start]
     ]
 
 
 def _fits_one_message(made: Trajectory) -> bool:
-    bytes_a_token = TokenIds.dtype.itemsize + Logprobs.dtype.itemsize + LossMask.dtype.itemsize
+    bytes_a_token = TokenIds.itemsize + Logprobs.itemsize + LossMask.itemsize
     if made.num_tokens * bytes_a_token < MAX_TRAJECTORY_BYTES // 2:
         return True
     return len(codec.encode(made)) <= MAX_TRAJECTORY_BYTES

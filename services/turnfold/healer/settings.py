@@ -19,6 +19,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Seconds between looks at the deadlines of open rollouts."""
     max_poll_records: int = 200
     """Records that go into one transaction, at most."""
+    max_open_mb: float = 1024.0
+    """Megabytes of open rollouts that are kept in memory; those that have been idle longest rest in
+    a temporary file."""
     commit_every_s: float = 5.0
     """Seconds between two commits of the position while no rollout ends."""
     report_every_s: float = 30.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 import msgspec
@@ -64,6 +64,14 @@ FENCED = (ProducerFenced, InvalidProducerEpoch)
 
 class Replaced(UserError):
     """Another process does the work of this one; the text says which to run once."""
+
+
+class ReadingEnded(UserError):
+    """A connection that gives no more records whatever the log holds; only a new process helps."""
+
+    def __init__(self, bootstrap: str, cause: BaseException | None) -> None:
+        reason = repr(cause.__cause__ or cause) if cause is not None else "without a reason"
+        super().__init__(f"reading from {bootstrap} has ended by itself ({reason}); start again")
 
 
 class Ack(msgspec.Struct, frozen=True):
@@ -240,6 +248,21 @@ class Reader:
         found = await ask([TopicPartition(topic, part) for topic, part in pairs])
         return {(tp.topic, tp.partition): offset for tp, offset in found.items()}
 
+    async def offsets_at(
+        self, pairs: Iterable[tuple[str, int]], at: float
+    ) -> dict[tuple[str, int], int]:
+        """The first offset whose record is not older than `at` (Unix seconds), by partition.
+
+        The end of the partition where all records are older.
+        """
+        places = {TopicPartition(topic, part): round(at * 1000) for topic, part in pairs}
+        found = await self._kafka.offsets_for_times(places)
+        ends = await self.end_offsets((tp.topic, tp.partition) for tp in places)
+        return {
+            (tp.topic, tp.partition): ends[tp.topic, tp.partition] if meta is None else meta.offset
+            for tp, meta in found.items()
+        }
+
     async def position(self, topic: str, partition: int) -> int:
         """Next offset to read; moves past transaction markers, which are not records."""
         return int(await self._kafka.position(TopicPartition(topic, partition)))
@@ -255,18 +278,35 @@ class Reader:
         return int(meta.offset), str(meta.metadata)
 
     async def poll(self, timeout_s: float = 0.2, max_records: int = 500) -> list[Record]:
-        """The next records of all assigned partitions, in order within each partition."""
+        """The next records of all assigned partitions, in order within each partition.
+
+        Raises ReadingEnded when none would ever come again.
+        """
         found = await self._kafka.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
+        if not found:
+            self._raise_if_fetching_ended()
         return [_record(raw) for records in found.values() for raw in records]
+
+    def _raise_if_fetching_ended(self) -> None:
+        """aiokafka only logs what ended its fetching; from then on nothing would ever come."""
+        fetching = self._kafka._fetcher.error_future
+        if fetching.done() and not fetching.cancelled():
+            raise ReadingEnded(self.bootstrap, fetching.exception())
 
     async def read_to_end(self) -> AsyncGenerator[Record]:
         """Every record up to the ends that the assigned partitions have now."""
+        async with aclosing(self.batches_to_end()) as batches:
+            async for records in batches:
+                for record in records:
+                    yield record
+
+    async def batches_to_end(self) -> AsyncGenerator[list[Record]]:
+        """As `read_to_end`, in lists as they come: for those who read millions of records."""
         assigned = [(tp.topic, tp.partition) for tp in self._kafka.assignment()]
         ends = await self.end_offsets(assigned)
         while await self._is_behind(ends):
-            for record in await self.poll():
-                if record.offset < ends[record.topic, record.partition]:
-                    yield record
+            records = await self.poll()
+            yield [r for r in records if r.offset < ends[r.topic, r.partition]]
 
     async def _is_behind(self, ends: Mapping[tuple[str, int], int]) -> bool:
         for (topic, partition), end in ends.items():

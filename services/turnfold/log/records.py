@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from turnfold.schemas.codec import MSGPACK as _MSGPACK
+
+_MSGPACK_BYTES = _MSGPACK.encode()
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A record as it lies in the log."""
@@ -21,7 +25,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def content_type(self) -> str | None:
         for name, value in self.headers:
             if name == "content-type":
-                return value.decode("latin-1")
+                return _MSGPACK if value == _MSGPACK_BYTES else value.decode("latin-1")
         return None
 
     def __str__(self) -> str:

@@ -11,12 +11,16 @@ from pathlib import Path
 import msgspec
 
 from turnfold.healer.partition import decode_event
+from turnfold.healer.rows import FOLD_VERSION
 from turnfold.log.client import Producer, Record, create_topics
 from turnfold.replay.client import FileLog, KafkaLog, LogSource, append
 from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
 from turnfold.replay.decisions import Decisions, Verdict
-from turnfold.replay.folding.app import OnProgress, fold, fold_in_parallel, rebuilt
+from turnfold.replay.folding.app import Folded, OnProgress, fold, fold_in_parallel, rebuilt
+from turnfold.replay.folding.client import CheckpointFolder
+from turnfold.replay.folding.part import Checkpoint
 from turnfold.replay.logfile import Header, LogReader, LogWriter
+from turnfold.replay.ranges import OffsetRanges, between
 from turnfold.replay.rebuild import Rebuild, Selection
 from turnfold.replay.writers import Writer, writer_for
 from turnfold.schemas import codec
@@ -43,7 +47,8 @@ class Report(msgspec.Struct, kw_only=True):
     verdicts: list[Verdict] = []
     """On the decisions of each run."""
     open_rollouts: list[str] = []
-    rejected: list[tuple[Record, str]] = []
+    rejected: list[tuple[str, str]] = []
+    """Place and reason of each record that could not be used."""
     ignored: Counter[str] = msgspec.field(default_factory=Counter)
 
     @property
@@ -63,15 +68,20 @@ async def replay(
     is_compared: bool = True,
     writer: Writer | None = None,
     num_processes: int = 1,
+    checkpoints: Path | None = None,
+    is_resumed: bool = False,
     on_progress: OnProgress = lambda _: None,
 ) -> Report:
     """Fold the events again and hold the result against what healer and assembler wrote.
 
     `selection` looks at some rollouts only and leaves the decisions out. Nothing is kept of a
     trajectory but its digest, so memory does not grow with the tokens of the log. With several
-    processes there can be no writer.
+    processes there can be no writer. `checkpoints` is a folder in which it keeps how far it has
+    come; a resumed replay goes on from there, also when the log has grown since.
     """
     selection = selection or Selection()
+    assert writer is None or not is_resumed, "a file begins with the first trajectory"
+    folder, resumed = await _checkpoints(source, mode, selection, checkpoints, is_resumed)
     written, decisions = Written(), Decisions()
     if is_compared:
         await _read_results(source, selection, written, decisions)
@@ -82,11 +92,19 @@ async def replay(
             mode=mode,
             selection=selection,
             num_processes=num_processes,
+            folder=folder,
+            resumed=resumed,
             on_progress=on_progress,
         )
     else:
         folded = await fold(
-            source, mode=mode, selection=selection, writer=writer, on_progress=on_progress
+            source,
+            mode=mode,
+            selection=selection,
+            writer=writer,
+            folder=folder,
+            resumed=resumed,
+            on_progress=on_progress,
         )
     report = Report(
         num_events=folded.num_events,
@@ -103,11 +121,48 @@ async def replay(
             for key, digest in folded.digests.items()
             if (difference := written.difference_to(key, digest)) is not None
         }
-        report.differences = [*differences.values(), *written.leftovers()]
+        report.differences = [
+            *differences.values(),
+            *written.leftovers(_reached(selection, folded)),
+        ]
         explained = list(differences)[:_MAX_EXPLAINED]
         report.explanations = await _explanations(source, mode, explained)
         report.verdicts = decisions.retake() if selection.is_everything else []
     return report
+
+
+async def _checkpoints(
+    source: LogSource,
+    mode: HistoryMode | None,
+    selection: Selection,
+    path: Path | None,
+    is_resumed: bool,
+) -> tuple[CheckpointFolder | None, dict[int, Checkpoint]]:
+    """Where the replay keeps how far it has come, and how far it had come before."""
+    if path is None:
+        return None, {}
+    events = source.topics.events
+    question = f"{events}, fold {FOLD_VERSION}, mode {mode or 'as run'}, {selection.question}"
+    folder = CheckpointFolder(path, question)
+    if is_resumed:
+        return folder, folder.read()
+    folder.clear(range((await source.num_partitions([events])).get(events, 0)))
+    return folder, {}
+
+
+def _reached(selection: Selection, folded: Folded) -> dict[int, int] | None:
+    return None if selection.offsets is None else folded.reached
+
+
+async def offsets_between(
+    source: LogSource, since: float | None, until: float | None
+) -> OffsetRanges | None:
+    """The events from `since` (included) to `until` (not included), Unix seconds; None for all."""
+    if since is None and until is None:
+        return None
+    events = source.topics.events
+    starts = await source.offsets_at(events, since or 0.0)
+    return between(starts, None if until is None else await source.offsets_at(events, until))
 
 
 async def _read_results(
@@ -121,9 +176,18 @@ async def _read_results(
             decisions.add_decision(record)
         else:
             trajectory = _trajectory(record)
-            decisions.add_trajectory(record, trajectory)
-            if trajectory and selection.holds_rollout(trajectory.rollout_id, trajectory.group_id):
-                written.add(trajectory, hashlib.sha256(record.value or b"").hexdigest())
+            if trajectory is None:
+                decisions.add_trajectory(record, None, "")
+                continue
+            # The assembler names the digest of the message, which is that of its bytes unless
+            # another writer encoded it.
+            value, encoded = record.value or b"", codec.encode(trajectory)
+            digest = hashlib.sha256(encoded).hexdigest()
+            if selection.is_everything:
+                decisions.add_trajectory(record, trajectory, digest)
+            if selection.holds_trajectory(trajectory):
+                is_own = value == encoded
+                written.add(trajectory, digest if is_own else hashlib.sha256(value).hexdigest())
 
 
 async def _explanations(

@@ -13,9 +13,14 @@ from turnfold.replay.options.cli import (
     Groups,
     LogPath,
     Namespace,
+    Offsets,
     Rollouts,
+    Runs,
+    Since,
+    Until,
     history_mode,
     run_with_progress,
+    selection_of,
     settings_of,
     source_of,
 )
@@ -37,6 +42,10 @@ def replay(
     file: LogPath = None,
     rollout: Rollouts = None,
     group: Groups = None,
+    run: Runs = None,
+    since: Since = None,
+    until: Until = None,
+    offsets: Offsets = None,
     mode: Annotated[
         str | None,
         typer.Option(help="Fold as linear or tree, whatever the rollouts were run in."),
@@ -54,6 +63,13 @@ def replay(
     processes: Annotated[
         int, typer.Option(min=1, help="Divide the partitions among processes.")
     ] = 1,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Keep how far it has come in this folder, every 10 s and at the end."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what the --checkpoint folder holds.")
+    ] = False,
 ) -> None:
     """Compute trajectories and batches again from the log, and prove that they are the same.
 
@@ -61,33 +77,59 @@ def replay(
     turnfold replay                            # everything
     turnfold replay --processes 4              # with four cores
     turnfold replay --rollout run-000003-01    # one rollout
+    turnfold replay --since 2026-09-21T14:00 --until 2026-09-21T15:00
+    turnfold replay --offsets 0:1200-1900      # partition 0, both ends included
     turnfold replay --file bug.tflog --mode tree --out rows.parquet
+    turnfold replay --checkpoint replay.d      # interrupted …
+    turnfold replay --checkpoint replay.d --resume
     ```
 
     The last line is the verdict with a digest of all trajectories; a difference exits 1.
+
+    --rollout, --group, --run, --since, --until and --offsets choose rollouts. A time or offset is
+    that of a rollout's start; its later events are read wherever they lie. The decisions of the
+    assembler are taken again only when everything is chosen.
+
+    With --resume, what was folded before is not folded again, also when the log has grown since:
+    give it every hour, and each time costs as much as the new part of the log.
     """
     from turnfold.replay import app
-    from turnfold.replay.rebuild import Selection
 
     chosen_mode = history_mode(mode)
     is_compared = chosen_mode is None if compare is None else compare
     if out is not None and processes > 1:
         raise typer.BadParameter("--out is written by one process", param_hint="--processes")
+    if resume and (checkpoint is None or out is not None):
+        raise typer.BadParameter(
+            "expected --checkpoint with it, and no --out, which begins with the first trajectory",
+            param_hint="--resume",
+        )
     source = source_of(bootstrap, namespace, file)
-    with app.file_writer(out) as writer:
-        report = run_with_progress(
-            "folding events",
+
+    async def work(advance: Any) -> app.Report:
+        selection = await selection_of(
             source,
-            lambda advance: app.replay(
+            rollouts=rollout,
+            groups=group,
+            runs=run,
+            since=since,
+            until=until,
+            offsets=offsets,
+        )
+        with app.file_writer(out) as writer:
+            return await app.replay(
                 source,
                 mode=chosen_mode,
-                selection=Selection(rollout or (), group or ()),
+                selection=selection,
                 is_compared=is_compared,
                 writer=writer,
                 num_processes=processes,
+                checkpoints=checkpoint,
+                is_resumed=resume,
                 on_progress=advance,
-            ),
-        )
+            )
+
+    report = run_with_progress("folding events", source, work)
     _show_replay(report)
     if report.all_differences:
         raise typer.Exit(1)
@@ -224,12 +266,16 @@ def ledger(
     ] = None,
     groups_per_mini_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="The trainer's ppo_mini_batch_size, for --turn; else the batch."),
+        typer.Option(min=1, help="ppo_mini_batch_size, for --turn when the log does not say it."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="The trainer's ppo_epochs, for --turn.")] = 1,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="ppo_epochs, for --turn when the log does not say it."),
+    ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="The trainer's data-parallel ranks, for --turn.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Data-parallel ranks, for --turn when the log does not say it."),
+    ] = None,
 ) -> None:
     """Account for every sampled token: trained, masked or dropped, with the reason.
 
@@ -240,8 +286,11 @@ def ledger(
     ```
     turnfold ledger --check
     turnfold ledger --each --group run-000003
-    turnfold ledger --turn 5c1f… --groups-per-mini-batch 4 --epochs 2
+    turnfold ledger --turn 5c1f…
     ```
+
+    --turn follows one turn to its optimizer steps. The trainer writes its mini-batches and epochs
+    into the log; for a log without them give --groups-per-mini-batch, --epochs and --ranks.
     """
     from turnfold.replay.accounts import app
     from turnfold.replay.ledger import total
@@ -284,8 +333,8 @@ def ledger(
 
 def _show_replay(report: Any) -> None:
     """Details first, the verdict as the last line."""
-    for record, reason in report.rejected:
-        typer.echo(f"dead letter {record}: {reason}")
+    for place, reason in report.rejected:
+        typer.echo(f"dead letter {place}: {reason}")
     if report.open_rollouts:
         typer.echo(f"{len(report.open_rollouts)} rollouts have no end in the log yet")
     for kind, number in sorted(report.ignored.items()):

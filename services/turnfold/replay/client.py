@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,17 @@ class LogSource(Protocol):
         self, *topics: str, partitions: Collection[int] | None = None
     ) -> AsyncGenerator[Record]:
         """All records of these topics, or of these partitions of theirs, each in its order."""
+
+    def batches(
+        self,
+        *topics: str,
+        partitions: Collection[int] | None = None,
+        starts: Mapping[int, int] = {},
+    ) -> AsyncGenerator[list[Record]]:
+        """As `read`, in lists; `starts` names the first offset of a partition that is wanted."""
+
+    async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
+        """The first offset of each partition whose record is not older than `at`, Unix seconds."""
 
 
 class KafkaLog:
@@ -58,6 +69,17 @@ class KafkaLog:
     async def read(
         self, *topics: str, partitions: Collection[int] | None = None
     ) -> AsyncGenerator[Record]:
+        async with aclosing(self.batches(*topics, partitions=partitions)) as batches:
+            async for records in batches:
+                for record in records:
+                    yield record
+
+    async def batches(
+        self,
+        *topics: str,
+        partitions: Collection[int] | None = None,
+        starts: Mapping[int, int] = {},
+    ) -> AsyncGenerator[list[Record]]:
         async with Reader(self.bootstrap) as reader:
             places = [
                 (topic, partition)
@@ -65,10 +87,20 @@ class KafkaLog:
                 for partition in await reader.partitions(topic)
                 if partitions is None or partition in partitions
             ]
-            await reader.assign(await reader.start_offsets(places))
-            async with aclosing(reader.read_to_end()) as records:
-                async for record in records:
-                    yield record
+            positions = {
+                (topic, partition): max(start, starts.get(partition, 0))
+                for (topic, partition), start in (await reader.start_offsets(places)).items()
+            }
+            await reader.assign(positions)
+            async with aclosing(reader.batches_to_end()) as batches:
+                async for records in batches:
+                    yield records
+
+    async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
+        async with Reader(self.bootstrap) as reader:
+            places = [(topic, partition) for partition in await reader.partitions(topic)]
+            found = await reader.offsets_at(places, at)
+        return {partition: offset for (_, partition), offset in found.items()}
 
 
 class FileLog:
@@ -93,12 +125,36 @@ class FileLog:
     async def read(
         self, *topics: str, partitions: Collection[int] | None = None
     ) -> AsyncGenerator[Record]:
-        with self.path.open("rb") as file:
-            for record in LogReader(file, str(self.path)):
-                if record.topic in topics and (
-                    partitions is None or record.partition in partitions
-                ):
+        async with aclosing(self.batches(*topics, partitions=partitions)) as batches:
+            async for records in batches:
+                for record in records:
                     yield record
+
+    async def batches(
+        self,
+        *topics: str,
+        partitions: Collection[int] | None = None,
+        starts: Mapping[int, int] = {},
+    ) -> AsyncGenerator[list[Record]]:
+        with self.path.open("rb") as file:
+            for records in LogReader(file, str(self.path)).batches():
+                yield [
+                    record
+                    for record in records
+                    if record.topic in topics
+                    and (partitions is None or record.partition in partitions)
+                    and record.offset >= starts.get(record.partition, 0)
+                ]
+
+    async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
+        """After the newest record where all are older."""
+        found: dict[int, int] = {}
+        ends = dict.fromkeys(range(self.header.topics.get(topic, 0)), 0)
+        async for record in self.read(topic):
+            ends[record.partition] = record.offset + 1
+            if record.timestamp >= at:
+                found.setdefault(record.partition, record.offset)
+        return ends | found
 
 
 async def append(producer: Producer, records: Iterable[Record], topics: dict[str, str]) -> int:

@@ -31,6 +31,8 @@ class Written:
         self._digests: dict[Key, str] = {}
         self._doubled: list[Key] = []
         self._matched: set[Key] = set()
+        self._places: dict[Key, tuple[int, int]] = {}
+        """Partition and offset of the event that completed it."""
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -41,6 +43,7 @@ class Written:
             self._doubled.append(key)
         else:
             self._digests[key] = digest
+            self._places[key] = (trajectory.source.partition, trajectory.source.last_offset)
 
     def difference_to(self, key: Key, digest: str) -> Difference | None:
         """None when the log holds the very bytes of the trajectory with this digest."""
@@ -51,14 +54,22 @@ class Written:
             return Difference(named(key), "the trajectory in the log has other bytes")
         return None
 
-    def leftovers(self) -> list[Difference]:
-        """Trajectories written twice, and those that no events give."""
+    def leftovers(self, reached: Mapping[int, int] | None = None) -> list[Difference]:
+        """Trajectories written twice, and those that no events give.
+
+        `reached` is the next offset of each partition, for a replay that did not read to the end.
+        """
         doubled = [Difference(named(key), "was written more than once") for key in self._doubled]
         unfounded = [
             Difference(named(key), "was written, but its events are not in the log")
             for key in sorted(self._digests.keys() - self._matched)
+            if reached is None or self._is_behind(key, reached)
         ]
         return doubled + unfounded
+
+    def _is_behind(self, key: Key, reached: Mapping[int, int]) -> bool:
+        partition, last_offset = self._places[key]
+        return last_offset < reached.get(partition, 0)
 
 
 def named(key: Key) -> str:

@@ -124,13 +124,18 @@ class LogReader:
         self.header = header
 
     def __iter__(self) -> Iterator[Record]:
+        for records in self.batches():
+            yield from records
+
+    def batches(self) -> Iterator[tuple[Record, ...]]:
+        """The records frame by frame."""
         num_records = 0
         while True:
             before = self._sha256.hexdigest()
             frame = self._frame()
             if isinstance(frame, Records):
                 num_records += len(frame.records)
-                yield from frame.records
+                yield frame.records
             elif isinstance(frame, End):
                 if (frame.num_records, frame.sha256) != (num_records, before):
                     raise self._torn(

@@ -46,7 +46,8 @@ def trace(
     """What became of a turn of a rollout that has ended.
 
     `trajectories` holds the rollout and, when it is in a batch, all others of that batch, the newest
-    revision of each. Raises UserError when the trainer's sizes are not those given.
+    revision of each. `sizes` are for a log in which the trainer did not write its own. Raises
+    UserError when the trainer's sizes are not those given.
     """
     own = trajectories[rollout_id]
     turn = next((turn for turn in own.ledger.turns if turn.turn_id == turn_id), None)
@@ -75,7 +76,7 @@ def trace(
     if assigned.batch is None:
         return found
     cut = assignments.batches[own.run_id, assigned.batch]
-    schedule = schedule_of(cut, sizes)
+    schedule = schedule_of(cut, sizes, assignments.schedule(own.run_id, cut.index))
     check_steps(schedule, assignments.published.get(own.run_id))
     lengths = {
         rollout: [len(row.token_ids) for row in trajectory.rows]

@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from turnfold.log.client import Record
+from turnfold.log.memory import keep_freed_memory
+from turnfold.log.records import Record
 from turnfold.replay.client import LogSource
 from turnfold.replay.compare import Key
+from turnfold.replay.folding.client import CheckpointFolder
+from turnfold.replay.folding.part import Checkpoint, Part
 from turnfold.replay.rebuild import Rebuild, Selection
-from turnfold.replay.writers import Writer
 from turnfold.schemas import codec
 from turnfold.schemas.events import HistoryMode
 from turnfold.schemas.trajectories import Trajectory
 
+if TYPE_CHECKING:
+    from turnfold.replay.writers import Writer  # imports pyarrow, which a worker has no use for
+
 OnProgress = Callable[[int], None]
 """Called with the number of records just read."""
+
+_CHECKPOINT_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.2
 
 
 class Folded(msgspec.Struct, kw_only=True):
@@ -33,8 +44,11 @@ class Folded(msgspec.Struct, kw_only=True):
     num_events: int = 0
     open_rollouts: list[str] = []
     """Without an end in the log."""
-    rejected: list[tuple[Record, str]] = []
+    rejected: list[tuple[str, str]] = []
+    """Place and reason of each record that could not be used."""
     ignored: Counter[str] = msgspec.field(default_factory=Counter)
+    reached: dict[int, int] = {}
+    """Next offset of each partition."""
 
     def add(self, other: Folded) -> None:
         """Take in what other partitions came to."""
@@ -43,6 +57,7 @@ class Folded(msgspec.Struct, kw_only=True):
         self.open_rollouts = sorted([*self.open_rollouts, *other.open_rollouts])
         self.rejected += other.rejected
         self.ignored += other.ignored
+        self.reached.update(other.reached)
 
 
 async def rebuilt(
@@ -53,11 +68,13 @@ async def rebuilt(
     partitions: Collection[int] | None = None,
 ) -> AsyncIterator[Trajectory]:
     """Every trajectory that the chosen events give, those of revised rewards last."""
-    async for record in source.read(source.topics.events, partitions=partitions):
-        on_progress(1)
-        if selection.holds_event(record):
-            for trajectory in rebuild.feed(record):
-                yield trajectory
+    async with aclosing(source.batches(source.topics.events, partitions=partitions)) as batches:
+        async for records in batches:
+            on_progress(len(records))
+            for record in records:
+                if selection.holds_event(record):
+                    for trajectory in rebuild.feed(record):
+                        yield trajectory
     if not rebuild.revised:
         return
     revisions = rebuild.revisions()
@@ -74,21 +91,131 @@ async def fold(
     selection: Selection,
     writer: Writer | None = None,
     partitions: Collection[int] | None = None,
+    folder: CheckpointFolder | None = None,
+    resumed: Mapping[int, Checkpoint] | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Folded:
-    """Fold the chosen events and hand each trajectory to the writer."""
-    rebuild, digests = Rebuild(mode), dict[Key, str]()
-    async for trajectory in rebuilt(source, rebuild, selection, on_progress, partitions):
-        digests[trajectory.rollout_id, trajectory.revision] = codec.digest(trajectory)
-        if writer is not None:
-            writer.add(trajectory)
-    return Folded(
-        digests=digests,
-        num_events=rebuild.num_events,
-        open_rollouts=rebuild.open_rollouts,
-        rejected=rebuild.rejected,
-        ignored=rebuild.ignored,
-    )
+    """Fold the chosen events and hand each trajectory to the writer.
+
+    With a `folder` it says there now and then, and at the end, how far it has come; `resumed` is
+    what it said before.
+    """
+    keep_freed_memory()
+    reading = _Reading(source, mode, selection, writer, partitions, resumed or {})
+    next_checkpoint = time.monotonic() + _CHECKPOINT_EVERY_S
+    async with aclosing(reading.batches()) as batches:
+        async for records in batches:
+            reading.fold(records)
+            on_progress(len(records))
+            if folder and time.monotonic() >= next_checkpoint:
+                reading.write_checkpoints(folder)
+                next_checkpoint = time.monotonic() + _CHECKPOINT_EVERY_S
+            if reading.is_over:
+                break
+    await reading.fold_revisions()
+    if folder:
+        reading.write_checkpoints(folder)
+    return reading.folded()
+
+
+class _Reading:
+    """The partitions that one process folds."""
+
+    def __init__(
+        self,
+        source: LogSource,
+        mode: HistoryMode | None,
+        selection: Selection,
+        writer: Writer | None,
+        partitions: Collection[int] | None,
+        resumed: Mapping[int, Checkpoint],
+    ) -> None:
+        self.source, self.topic = source, source.topics.events
+        self.mode, self.selection, self.writer = mode, selection, writer
+        self.partitions = partitions
+        self.parts: dict[int, Part] = {}
+        if selection.offsets is not None:
+            wanted = selection.offsets.keys()
+            self.partitions = wanted if partitions is None else wanted & set(partitions)
+        for partition, checkpoint in resumed.items():
+            if self.partitions is None or partition in self.partitions:
+                self.parts[partition] = Part(
+                    self.topic, partition, mode=mode, checkpoint=checkpoint
+                )
+                selection.chosen.update(checkpoint.chosen)
+
+    def batches(self) -> AsyncGenerator[list[Record]]:
+        """The records from where each partition begins."""
+        starts = {
+            partition: offsets.start
+            for partition, offsets in (self.selection.offsets or {}).items()
+        }
+        starts |= {partition: part.start for partition, part in self.parts.items()}
+        return self.source.batches(self.topic, partitions=self.partitions, starts=starts)
+
+    def fold(self, records: Sequence[Record]) -> None:
+        """Take in the next records, in order within each partition."""
+        parts, selection = self.parts, self.selection
+        for record in records:
+            part = parts.get(record.partition)
+            if part is None:
+                part = Part(self.topic, record.partition, mode=self.mode)
+                parts[record.partition] = part
+            if not selection.holds_event(record):
+                part.skip(record)
+                continue
+            for trajectory in part.feed(record):
+                self._add(part, trajectory)
+
+    async def fold_revisions(self) -> None:
+        """The superseding trajectories of rollouts whose reward was revised after their end."""
+        revising = {n: part.revisions() for n, part in self.parts.items() if part.revised}
+        if not revising:
+            return
+        async for record in self.source.read(self.topic, partitions=revising.keys()):
+            part = self.parts[record.partition]
+            if record.offset < part.position:
+                revised = revising[record.partition].feed(record)
+                if revised is not None:
+                    self._add(part, revised)
+
+    def _add(self, part: Part, trajectory: Trajectory) -> None:
+        part.digests[trajectory.rollout_id, trajectory.revision] = codec.digest(trajectory)
+        if self.writer is not None:
+            self.writer.add(trajectory)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the range is behind, and every rollout that began in it has ended."""
+        offsets = self.selection.offsets
+        if offsets is None:
+            return False
+        return all(
+            partition in self.parts
+            and self.parts[partition].position >= wanted.stop
+            and not self.parts[partition].has_open_rollouts
+            for partition, wanted in offsets.items()
+            if self.partitions is None or partition in self.partitions
+        )
+
+    def write_checkpoints(self, folder: CheckpointFolder) -> None:
+        for part in self.parts.values():
+            folder.write(part.checkpoint(folder.question, self.selection.chosen))
+
+    def folded(self) -> Folded:
+        found = Folded()
+        for partition, part in sorted(self.parts.items()):
+            found.add(
+                Folded(
+                    digests=part.digests,
+                    num_events=part.num_events,
+                    open_rollouts=part.open_rollouts,
+                    rejected=part.rejected,
+                    ignored=part.ignored,
+                    reached={partition: part.position},
+                )
+            )
+        return found
 
 
 async def fold_in_parallel(
@@ -97,30 +224,73 @@ async def fold_in_parallel(
     mode: HistoryMode | None = None,
     selection: Selection,
     num_processes: int,
+    folder: CheckpointFolder | None = None,
+    resumed: Mapping[int, Checkpoint] | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Folded:
     """As `fold`, with the partitions of the events topic divided among processes."""
     events = source.topics.events
     num_partitions = (await source.num_partitions([events])).get(events, 0)
     shares = [range(first, num_partitions, num_processes) for first in range(num_processes)]
-    folded = Folded()
     # A forked child would share our sockets and threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        loop = asyncio.get_running_loop()
+    num_read = context.Value("q", 0)
+    with ProcessPoolExecutor(num_processes, context, _share_count, (num_read,)) as pool:
         parts = [
-            loop.run_in_executor(pool, _fold_share, source, mode, selection, share)
+            pool.submit(_fold_share, source, mode, selection, share, folder, resumed)
             for share in shares
             if share
         ]
-        for part in asyncio.as_completed(parts):
-            done = await part
-            on_progress(done.num_events)
-            folded.add(done)
+        await _watch(parts, num_read, on_progress)
+    folded = Folded()
+    for part in parts:
+        folded.add(part.result())
     return folded
 
 
+async def _watch(parts: Sequence[Future[Folded]], num_read: Any, on_progress: OnProgress) -> None:
+    """Tell how many records the processes have read, until all are done or one has failed."""
+    pending = {asyncio.wrap_future(part) for part in parts}
+    num_told = 0
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
+        for part in done:
+            part.result()
+        number = num_read.value
+        on_progress(number - num_told)
+        num_told = number
+
+
+_num_read: Any = None
+"""In a worker process: the count of records that all of them have read."""
+
+
+def _share_count(num_read: Any) -> None:
+    global _num_read
+    _num_read = num_read
+
+
+def _count(number: int) -> None:
+    with _num_read.get_lock():
+        _num_read.value += number
+
+
 def _fold_share(
-    source: LogSource, mode: HistoryMode | None, selection: Selection, share: Sequence[int]
+    source: LogSource,
+    mode: HistoryMode | None,
+    selection: Selection,
+    share: Sequence[int],
+    folder: CheckpointFolder | None,
+    resumed: Mapping[int, Checkpoint] | None,
 ) -> Folded:
-    return asyncio.run(fold(source, mode=mode, selection=selection, partitions=share))
+    return asyncio.run(
+        fold(
+            source,
+            mode=mode,
+            selection=selection,
+            partitions=share,
+            folder=folder,
+            resumed=resumed,
+            on_progress=_count,
+        )
+    )

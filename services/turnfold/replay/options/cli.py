@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from turnfold.log.settings import ServiceSettings
     from turnfold.replay.client import LogSource
+    from turnfold.replay.rebuild import Selection
     from turnfold.schemas.events import HistoryMode
 
 T = TypeVar("T")
@@ -26,6 +27,21 @@ Rollouts = Annotated[
 ]
 Groups = Annotated[
     list[str] | None, typer.Option("--group", help="Only rollouts of this group; may be repeated.")
+]
+Runs = Annotated[
+    list[str] | None, typer.Option("--run", help="Only rollouts of this run; may be repeated.")
+]
+Since = Annotated[
+    str | None,
+    typer.Option(help="Only rollouts that began then or later: ISO 8601 (UTC) or Unix seconds."),
+]
+Until = Annotated[str | None, typer.Option(help="Only rollouts that began before then.")]
+Offsets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--offsets",
+        help="Only rollouts that began at PARTITION:FIRST-LAST of the events; may be repeated.",
+    ),
 ]
 
 _RECORDS_A_STEP = 100
@@ -47,6 +63,29 @@ def source_of(bootstrap: str | None, namespace: str | None, file: Path | None) -
         return FileLog(file)
     settings = settings_of(bootstrap, namespace)
     return KafkaLog(settings.bootstrap, settings.namespace)
+
+
+async def selection_of(
+    source: LogSource,
+    *,
+    rollouts: list[str] | None,
+    groups: list[str] | None,
+    runs: list[str] | None,
+    since: str | None,
+    until: str | None,
+    offsets: list[str] | None,
+) -> Selection:
+    """The rollouts that the options name. Raises UserError saying which text is no time or range."""
+    from turnfold.replay.app import offsets_between
+    from turnfold.replay.ranges import intersection, moment, offset_ranges
+    from turnfold.replay.rebuild import Selection
+
+    named = offset_ranges(offsets) if offsets else None
+    timed = await offsets_between(
+        source, moment(since) if since else None, moment(until) if until else None
+    )
+    ranges = intersection(named, timed) if named and timed else named or timed
+    return Selection(rollouts or (), groups or (), runs or (), ranges)
 
 
 def history_mode(mode: str | None) -> HistoryMode | None:

@@ -1,0 +1,135 @@
+"""Readers on a real broker."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.log.client import (
+    Producer,
+    Reader,
+    ReadingEnded,
+    Record,
+    create_topics,
+    reader_from_start,
+)
+from turnfold.schemas.topics import Topics
+
+NUM_PARTITIONS = 2
+CONSUMERS = ("trainer", "shadow-trainer", "sft-export", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker
+
+
+@pytest.fixture
+async def topic(kafka: BrokerProcess, request: pytest.FixtureRequest) -> str:
+    """An empty topic under the name of the test."""
+    topics = Topics(namespace=request.node.name.removeprefix("test_")[:60])
+    await create_topics(kafka.bootstrap, topics.specs(num_partitions=NUM_PARTITIONS))
+    return topics.trajectories
+
+
+@pytest.fixture
+async def producer(kafka: BrokerProcess) -> AsyncIterator[Producer]:
+    async with Producer(kafka.bootstrap) as found:
+        yield found
+
+
+async def append(producer: Producer, topic: str, first: int, last: int) -> None:
+    """One record a number, written at that many seconds; even ones into partition 0."""
+    for number in range(first, last):
+        await producer.send_raw(
+            topic,
+            key=b"k",
+            value=b"%d" % number,
+            partition=number % NUM_PARTITIONS,
+            timestamp=float(number),
+        )
+
+
+def numbers(records: list[Record]) -> list[int]:
+    return sorted(int(record.value or b"") for record in records)
+
+
+async def test_any_number_of_consumers_read_one_stream_each_at_its_own_pace(
+    kafka: BrokerProcess, topic: str, producer: Producer
+) -> None:
+    await append(producer, topic, 0, 40)
+    found: dict[str, list[Record]] = {name: [] for name in CONSUMERS}
+
+    async def consume(name: str, num_at_once: int, is_restarted: bool) -> None:
+        async with Reader(kafka.bootstrap) as reader:
+            await reader.assign_from_start([topic])
+            while len(found[name]) < 80:
+                found[name] += await reader.poll(max_records=num_at_once)
+                if is_restarted and len(found[name]) >= 20:  # it goes on from its own positions
+                    is_restarted = False
+                    places = [(topic, partition) for partition in range(NUM_PARTITIONS)]
+                    await reader.assign({place: await reader.position(*place) for place in places})
+
+    await asyncio.gather(
+        append(producer, topic, 40, 80),
+        *(consume(name, 1 + 7 * n, n % 2 == 1) for n, name in enumerate(CONSUMERS)),
+    )
+    for name in CONSUMERS:
+        assert numbers(found[name]) == list(range(80)), name
+        for partition in range(NUM_PARTITIONS):
+            offsets = [r.offset for r in found[name] if r.partition == partition]
+            assert offsets == sorted(offsets), name
+
+
+async def test_a_reader_leaves_no_position_for_another(
+    kafka: BrokerProcess, topic: str, producer: Producer
+) -> None:
+    await append(producer, topic, 0, 10)
+    async with reader_from_start(kafka.bootstrap, topic) as reader:
+        assert numbers([record async for record in reader.read_to_end()]) == list(range(10))
+    async with Reader(kafka.bootstrap, group="anybody") as other:
+        assert await other.committed(topic, 0) is None
+
+
+async def test_batches_hold_what_single_records_hold(
+    kafka: BrokerProcess, topic: str, producer: Producer
+) -> None:
+    await append(producer, topic, 0, 30)
+    async with reader_from_start(kafka.bootstrap, topic) as reader:
+        records = [
+            record for batch in [b async for b in reader.batches_to_end()] for record in batch
+        ]
+    assert numbers(records) == list(range(30))
+
+
+async def test_the_offset_of_a_time_is_that_of_the_first_record_not_before_it(
+    kafka: BrokerProcess, topic: str, producer: Producer
+) -> None:
+    await append(producer, topic, 0, 10)  # partition 0: 0 s, 2 s, … partition 1: 1 s, 3 s, …
+    pairs = [(topic, 0), (topic, 1)]
+    async with Reader(kafka.bootstrap) as reader:
+        assert await reader.offsets_at(pairs, 4.0) == {(topic, 0): 2, (topic, 1): 2}
+        assert await reader.offsets_at(pairs, 4.5) == {(topic, 0): 3, (topic, 1): 2}
+        assert await reader.offsets_at(pairs, 99.0) == {(topic, 0): 5, (topic, 1): 5}
+
+
+async def test_a_reader_whose_fetching_has_ended_says_so_instead_of_giving_nothing_for_ever(
+    kafka: BrokerProcess, topic: str, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reader_from_start(kafka.bootstrap, topic) as reader:
+        assert await reader.poll() == []
+
+        async def send(*_: object, **__: object) -> None:
+            # What uvloop raises, and aiokafka does not expect, when a connection is just closing.
+            raise RuntimeError("the handler is closed")
+
+        monkeypatch.setattr(reader._kafka._client, "send", send)
+        with pytest.raises(ReadingEnded, match="the handler is closed"):
+            await asyncio.wait_for(poll_for_ever(reader), 20)
+
+
+async def poll_for_ever(reader: Reader) -> None:
+    while True:
+        await reader.poll()

@@ -25,6 +25,7 @@ async def test_starting_publishes_what_was_asked(gateway: Any) -> None:
     body = {
         "group_id": "g", "rollout_id": "g-03", "run_id": "run", "task_id": "t", "index": 3,
         "attempt": 1, "split": "eval", "history_mode": "tree", "nonlinear": "error",
+        "rewrites": "follow",
         "timeout_s": 60, "model": "m", "sampling": {"temperature": 0.5, "max_tokens": 7},
         "max_turns": 4, "max_context_tokens": 900, "dispatch_index": 8,
     }  # fmt: skip
@@ -91,6 +92,16 @@ async def test_finishing_twice_with_one_reward_is_one_event(gateway: Any) -> Non
         e for e in await gateway.events(rollout.rollout_id) if isinstance(e, RolloutFinished)
     ]
     assert len(finishes) == 1
+
+
+async def test_turns_are_rewarded_by_their_own_ids_or_by_those_of_their_responses(
+    gateway: Any,
+) -> None:
+    rollout = await gateway.start_rollout()
+    body = {"reward": 1, "turn_rewards": {"chatcmpl-5f": 0.5, "msg_6a": 1, "7b": -1}}
+    await post(gateway, f"/rollouts/{rollout.rollout_id}/finish", CONTROL, body)
+    last = (await gateway.events(rollout.rollout_id))[-1]
+    assert last.turn_rewards == {"5f": 0.5, "6a": 1.0, "7b": -1.0}
 
 
 @pytest.mark.parametrize("reward", ['"0.5"', "NaN", "null", "[1]", "1e999"])

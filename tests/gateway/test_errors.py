@@ -201,7 +201,8 @@ async def test_an_error_in_a_stream_that_has_begun_is_an_event(stack: Any) -> No
         async for line in response.aiter_lines():
             lines.append(line)
             release.set()
-    assert lines[0] == ": keepalive"
+    # A comment while the prompt is planned, the role once it is.
+    assert lines[0] == ": keepalive" or '"role":"assistant"' in lines[0]
     error = msgspec.json.decode(lines[-2].removeprefix("data: "))["error"]
     assert error["code"] == "engine_error"
     assert "data: [DONE]" not in lines

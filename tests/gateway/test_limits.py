@@ -1,5 +1,7 @@
 """What one session may ask of a gateway."""
 
+import time
+
 import pytest
 
 from turnfold.gateway.http.limits import CallLimits
@@ -14,7 +16,7 @@ def key(session_id: str = "main") -> SessionKey:
 
 
 def test_a_session_over_its_rate_is_told_when_to_try_again() -> None:
-    limits = CallLimits(calls_per_minute=2)
+    limits = CallLimits(calls_per_minute=2, clock=time.time)
     for _ in range(2):
         with limits.call(key()):
             pass
@@ -27,13 +29,13 @@ def test_a_session_over_its_rate_is_told_when_to_try_again() -> None:
 
 
 def test_other_sessions_are_counted_by_themselves() -> None:
-    limits = CallLimits(calls_per_minute=1, calls_at_once=1)
+    limits = CallLimits(calls_per_minute=1, calls_at_once=1, clock=time.time)
     with limits.call(key("a")), limits.call(key("b")):
         pass
 
 
 def test_a_place_is_free_again_when_its_call_is_over_however_it_ended() -> None:
-    limits = CallLimits(calls_at_once=1)
+    limits = CallLimits(calls_at_once=1, clock=time.time)
     with pytest.raises(ZeroDivisionError), limits.call(key()):
         raise ZeroDivisionError
     with limits.call(key()):
@@ -45,7 +47,7 @@ def test_a_place_is_free_again_when_its_call_is_over_however_it_ended() -> None:
 
 
 def test_no_limit_is_no_limit() -> None:
-    limits = CallLimits()
+    limits = CallLimits(clock=time.time)
     for _ in range(200):
         with limits.call(key()):
             pass

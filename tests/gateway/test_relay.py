@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -16,7 +17,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from turnfold.embedded.broker.testing import BrokerProcess
-from turnfold.gateway.backends.vllm_weights import UpdateFailed, VllmWeights
+from turnfold.gateway.backends.sglang_weights import SglangWeights
+from turnfold.gateway.backends.vllm_weights import VllmWeights
+from turnfold.gateway.backends.weights import UpdateFailed
+from turnfold.gateway.backends.weights_directory import UnusableWeights
 from turnfold.gateway.relay.app import Relay, create_broker
 from turnfold.gateway.relay.policies import PolicyView, fold
 from turnfold.gateway.relay.settings import Settings
@@ -32,8 +36,10 @@ class WeightServer:
     def __init__(self) -> None:
         self.version = "0"
         self.weights = "initial"
+        self.root = "a name"
         self.calls: list[str] = []
         self.bad_paths: set[str] = set()
+        self.bad_status = 500
         self.url = ""
 
     def app(self) -> Starlette:
@@ -42,12 +48,14 @@ class WeightServer:
             call = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             if call == "/weight_info":
                 return JSONResponse({"weight_version": self.version})
+            if call == "/v1/models":
+                return JSONResponse({"data": [{"id": "m", "root": self.root}]})
             self.calls.append(call)
             if call == "/collective_rpc":
                 path = json.loads(body)["kwargs"]["weights_path"]
                 self.calls[-1] = f"reload {Path(path).name}"
                 if path in self.bad_paths:
-                    return JSONResponse({"error": {"message": "bad"}}, status_code=500)
+                    return JSONResponse({"error": {"message": "bad"}}, self.bad_status)
                 self.weights = path
             if call == "/update_weight_version":
                 self.version = json.loads(body)["new_version"]
@@ -56,8 +64,11 @@ class WeightServer:
         return Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
 
 
+S = TypeVar("S", "WeightServer", "SglangServer")
+
+
 @asynccontextmanager
-async def serving(server: WeightServer, port: int = 0) -> AsyncIterator[WeightServer]:
+async def serving(server: S, port: int = 0) -> AsyncIterator[S]:
     import uvicorn
 
     from turnfold.gateway.app import listen
@@ -73,13 +84,19 @@ async def serving(server: WeightServer, port: int = 0) -> AsyncIterator[WeightSe
         await task
 
 
-def weights(tmp_path: Path, name: str) -> Path:
-    """A directory that passes for whole weights."""
+def weights(tmp_path: Path, name: str, shapes: dict[str, list[int]] | None = None) -> Path:
+    """A directory that passes for whole weights, of empty tensors unless shapes are given."""
     directory = tmp_path / name
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    header = b"{}"
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    entries, end = {}, 0
+    for tensor, shape in (shapes or {}).items():
+        size = 4 * math.prod(shape)
+        entries[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(end)
+    (directory / "model.safetensors").write_bytes(content)
     return directory
 
 
@@ -110,13 +127,109 @@ async def test_a_failed_reload_puts_the_old_weights_back_and_resumes(tmp_path: P
 
 
 async def test_a_damaged_directory_never_reaches_the_engine(tmp_path: Path) -> None:
-    from turnfold.gateway.backends.weights_directory import UnusableWeights
-
     async with serving(WeightServer()) as server:
         engine = VllmWeights(server.url, timeout_s=5)
         with pytest.raises(UnusableWeights):
             await engine.update(str(tmp_path / "missing"), 1)
         assert server.calls == []
+        await engine.aclose()
+
+
+async def test_an_engine_whose_weights_nobody_knows_stays_paused(tmp_path: Path) -> None:
+    async with serving(WeightServer()) as server:
+        engine = VllmWeights(server.url, timeout_s=5)
+        bad = weights(tmp_path, "w1")
+        server.bad_paths.add(str(bad))
+        with pytest.raises(UpdateFailed, match="what it served before is not known"):
+            await engine.update(str(bad), 1)
+        assert server.calls == [SAFE_ORDER[0], "reload w1"]
+        server.bad_paths.clear()
+        await engine.update(str(bad), 1)
+        assert server.calls[-1] == "/resume"
+        await engine.aclose()
+
+
+async def test_an_engine_that_refuses_weights_untouched_goes_on(tmp_path: Path) -> None:
+    async with serving(WeightServer()) as server:
+        engine = VllmWeights(server.url, timeout_s=5)
+        bad = weights(tmp_path, "w1")
+        server.bad_paths.add(str(bad))
+        server.bad_status = 400
+        with pytest.raises(UpdateFailed, match="400"):
+            await engine.update(str(bad), 1)
+        assert server.calls == [SAFE_ORDER[0], "reload w1", "/resume"]
+        await engine.aclose()
+
+
+async def test_weights_that_do_not_fit_the_served_ones_never_reach_the_engine(
+    tmp_path: Path,
+) -> None:
+    async with serving(WeightServer()) as server:
+        engine = VllmWeights(server.url, timeout_s=5)
+        server.root = str(weights(tmp_path, "base", {"a": [2, 3], "lm_head": [3]}))
+        with pytest.raises(UnusableWeights, match=r"a has shape \[3, 2\], expected \[2, 3\]"):
+            await engine.update(str(weights(tmp_path, "turned", {"a": [3, 2]})), 1)
+        # A fine-tuned copy may lack what its base has, later versions may not.
+        await engine.update(str(weights(tmp_path, "w1", {"a": [2, 3], "b": [1]})), 1)
+        server.calls.clear()
+        with pytest.raises(UnusableWeights, match="has no tensor b"):
+            await engine.update(str(weights(tmp_path, "part", {"a": [2, 3]})), 2)
+        assert server.calls == []
+        await engine.aclose()
+
+
+class SglangServer:
+    """SGLang's weight-update routes, noting what came; over real HTTP."""
+
+    def __init__(self, *, is_loading: bool = True) -> None:
+        self.version = "default"
+        self.is_loading = is_loading
+        self.calls: list[Any] = []
+        self.url = ""
+
+    def app(self) -> Starlette:
+        async def handle(request: Request) -> JSONResponse:
+            if request.url.path == "/model_info":
+                return JSONResponse({"weight_version": self.version, "model_path": "a name"})
+            body = await request.json()
+            self.calls.append((request.url.path, body))
+            if request.url.path != "/update_weights_from_disk":
+                return JSONResponse({"status": "ok"})
+            if self.is_loading:
+                self.version = body["weight_version"]
+            return JSONResponse({"success": self.is_loading, "message": "said why"})
+
+        return Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
+
+
+async def test_sglang_is_updated_in_the_safe_order(tmp_path: Path) -> None:
+    async with serving(SglangServer()) as server:
+        engine = SglangWeights(server.url, timeout_s=5)
+        assert await engine.version() == "default"
+        directory = weights(tmp_path, "w1")
+        await engine.update(str(directory), 1)
+        load = {
+            "model_path": str(directory),
+            "weight_version": "1",
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        assert server.calls == [
+            ("/pause_generation", {"mode": "retract"}),
+            ("/update_weights_from_disk", load),
+            ("/continue_generation", {}),
+        ]
+        assert await engine.version() == "1"
+        await engine.aclose()
+
+
+async def test_an_sglang_that_does_not_load_goes_on(tmp_path: Path) -> None:
+    async with serving(SglangServer(is_loading=False)) as server:
+        engine = SglangWeights(server.url, timeout_s=5)
+        with pytest.raises(UpdateFailed, match="said why"):
+            await engine.update(str(weights(tmp_path, "w1")), 1)
+        assert server.calls[-1] == ("/continue_generation", {})
+        assert engine.loaded_uri is None
         await engine.aclose()
 
 
@@ -133,6 +246,16 @@ def test_the_newest_policy_is_the_one_published_last() -> None:
     assert not view.is_newest_served
     view = fold(view, 2, PolicyServed(run_id="next", policy_version=0))
     assert view.is_newest_served
+
+
+def test_what_an_engine_serves_is_one_of_the_last_two_policies() -> None:
+    view = PolicyView()
+    served = PolicyServed(run_id="r", policy_version=3)
+    for offset, event in enumerate([published(3, "a"), served, published(4, "b")]):
+        view = fold(view, offset, event)
+    assert view.policy_of("3") == published(3, "a")
+    assert view.policy_of("4") == published(4, "b")
+    assert view.policy_of("2") is None
 
 
 class Log:
@@ -212,6 +335,8 @@ async def test_what_was_published_before_the_relay_began_is_served(
 
                 await eventually(is_served)
         assert server.calls.count("/pause?mode=keep&clear_cache=true") == 1
+        # The first relay may have been killed before the engine went on.
+        assert server.calls.count("/resume") == 2
     assert await log.served() == [2]
 
 

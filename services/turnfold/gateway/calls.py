@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from turnfold.schemas.messages import ChatMessage, Tool
+from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 from turnfold.schemas.wire import Wire
 
 
@@ -63,21 +64,46 @@ class TokenLogprob(Wire, frozen=True, kw_only=True):
     logprob: float
 
 
-class Answer(Wire, frozen=True, kw_only=True):
-    """A recorded turn as a protocol shows it; the same turn always gives the same answer."""
+class AnswerHead(Wire, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
 
     turn_id: str
     created: int
     """Unix seconds."""
     model: str
+    num_prompt_tokens: int
+
+
+class AnswerPiece(Wire, frozen=True, kw_only=True):
+    """More of an answer: text of one kind, or a call."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_call: ToolCall | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens since the last piece that had some."""
+
+
+class Answer(AnswerHead, frozen=True, kw_only=True):
+    """A recorded turn as a protocol shows it; the same turn always gives the same answer."""
+
     reply: ChatMessage
     finish_reason: str
     """stop or length."""
     stop_reason: int | str | None = None
     """The stop sequence that ended the reply, or the stop token."""
-    num_prompt_tokens: int
     num_output_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def pieces_of(answer: Answer) -> Iterator[AnswerPiece]:
+    """A whole answer as pieces: reasoning, content, calls."""
+    if answer.reply.reasoning:
+        yield AnswerPiece(reasoning=answer.reply.reasoning)
+    if answer.reply.content or answer.logprobs:
+        yield AnswerPiece(content=answer.reply.content, logprobs=answer.logprobs or ())
+    for call in answer.reply.tool_calls:
+        yield AnswerPiece(tool_call=call)
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

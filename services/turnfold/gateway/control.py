@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from turnfold.schemas.events import (
     HistoryMode,
     NonlinearPolicy,
     RewardRevised,
+    RewritePolicy,
     RolloutAborted,
     RolloutEvent,
     RolloutFinished,
@@ -26,6 +28,7 @@ from turnfold.schemas.events import (
 MAIN_SESSION = "main"
 _KEY_GRACE_S = 3600
 _MAX_ID_CHARS = 200
+_RESPONSE_PREFIX = re.compile(r"^(chatcmpl-|resp_|msg_)")
 
 
 class StartRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +45,7 @@ class StartRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     split: Split = "train"
     history_mode: HistoryMode | None = None
     nonlinear: NonlinearPolicy | None = None
+    rewrites: RewritePolicy | None = None
     timeout_s: float | None = None
     """Seconds until an unfinished rollout is aborted."""
     model: str = ""
@@ -56,6 +60,8 @@ class FinishRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     reward: float
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
+    """By turn_id, or by the id of the response that the turn was."""
     is_truncated: bool = False
     info: dict[str, str] = {}
 
@@ -72,6 +78,7 @@ class ReviseReward(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     reward: float
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
     reason: str = ""
 
 
@@ -93,6 +100,7 @@ class Control:
         key_ttl_s: int,
         history_mode: HistoryMode,
         nonlinear: NonlinearPolicy,
+        rewrites: RewritePolicy,
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -101,6 +109,7 @@ class Control:
         self._key_ttl_s = key_ttl_s
         self._history_mode: HistoryMode = history_mode
         self._nonlinear: NonlinearPolicy = nonlinear
+        self._rewrites: RewritePolicy = rewrites
         self._clock = clock
         self._new_id = new_id
         self._starting: set[str] = set()
@@ -150,6 +159,7 @@ class Control:
             split=body.split,
             history_mode=body.history_mode or self._history_mode,
             nonlinear=body.nonlinear or self._nonlinear,
+            rewrites=body.rewrites or self._rewrites,
             deadline_at=None if body.timeout_s is None else now + body.timeout_s,
             model=body.model,
             sampling=body.sampling,
@@ -189,6 +199,7 @@ class Control:
             at=self._clock(),
             reward=body.reward,
             rewards=body.rewards,
+            turn_rewards=_by_turn(body.turn_rewards),
             is_truncated=body.is_truncated,
             info=body.info,
         )
@@ -237,6 +248,7 @@ class Control:
                 at=self._clock(),
                 reward=body.reward,
                 rewards=body.rewards,
+                turn_rewards=_by_turn(body.turn_rewards),
                 reason=body.reason,
             )
             await self._append(entry, event)
@@ -264,6 +276,14 @@ class Control:
             "sessions": dict(state.turns_by_session),
             "failures": dict(state.failures),
         }
+
+
+def _by_turn(rewards: dict[str, float]) -> dict[str, float]:
+    """Rewards by turn_id; a response is named by its protocol's prefix and the turn_id.
+
+    {"chatcmpl-5f": 1.0, "7a": 0.5}  ->  {"5f": 1.0, "7a": 0.5}
+    """
+    return {_RESPONSE_PREFIX.sub("", name): reward for name, reward in rewards.items()}
 
 
 def _outcome(entry: Entry) -> dict[str, Any]:

@@ -25,6 +25,9 @@ DIFFERENCES = Counter(
     "Differences between the client's history and the stored one, by cause.",
     ["cause"],
 )
+RESUMED = Counter(
+    "turnfold_gateway_resumed_replies", "Times that a reply went on which an engine had broken off."
+)
 READ_BACKS = Counter("turnfold_gateway_read_backs", "Rollouts read back from the log.")
 ENGINE_SECONDS = Histogram(
     "turnfold_gateway_engine_seconds", "Wait for the engine in a turn.", buckets=_SECONDS

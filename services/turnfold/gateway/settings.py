@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from turnfold.gateway.backends.engine import EngineKind
 from turnfold.log.settings import ServiceSettings
-from turnfold.schemas.events import HistoryMode, NonlinearPolicy
+from turnfold.schemas.events import HistoryMode, NonlinearPolicy, RewritePolicy
 
 
 class Settings(ServiceSettings, frozen=True, kw_only=True):
@@ -15,6 +16,8 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Name in /v1/models; the directory's name when unset."""
     engines: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """Base URLs of the inference engines, all serving the same model."""
+    engine_kind: EngineKind = "vllm"
+    """vllm or sglang: which server the engines are; the embedded engine speaks as vLLM does."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8080
@@ -31,6 +34,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Mode of rollouts that do not name one."""
     nonlinear: NonlinearPolicy = "reset"
     """Policy of rollouts that do not name one."""
+    rewrites: RewritePolicy = "keep"
+    """What linear mode does where the template takes earlier text back: keep the saved tokens, or
+    follow the template in a new segment; for rollouts that do not say."""
     reply_format: str = ""
     """How the model writes reasoning and tool calls: qwen, qwen_coder, llama, mistral, deepseek,
     glm, gpt_oss, minimax, reasoning or plain; found from the chat template when unset."""

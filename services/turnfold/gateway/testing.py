@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +23,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from turnfold.gateway.app import listen, model_and_format, serve
@@ -32,11 +33,45 @@ from turnfold.log.service import Health
 _START_TIMEOUT_S = 60.0
 
 
+class TokenGate:
+    """Lets the tokens of a streamed reply through as a test allows.
+
+    gate.allow(3)   the first three may be sent
+    gate.open()     so may all others, and the end
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_allowed = 0
+        self._waiting: list[tuple[int, Future[None]]] = []
+
+    def allow(self, num_tokens: int) -> None:
+        """Let this many tokens through, counted from the first."""
+        with self._lock:
+            self._num_allowed = max(num_tokens, self._num_allowed)
+            for position, passed in self._waiting:
+                if position < self._num_allowed and not passed.done():
+                    passed.set_result(None)
+
+    def open(self) -> None:
+        """Let everything through."""
+        self.allow(sys.maxsize)
+
+    async def wait(self, position: int) -> None:
+        """Until the token at the position may pass; the end stands behind the last token."""
+        passed: Future[None] = Future()
+        with self._lock:
+            if position < self._num_allowed:
+                return
+            self._waiting.append((position, passed))
+        await asyncio.wrap_future(passed)
+
+
 class Reply(msgspec.Struct, kw_only=True):
     """One answer of the scripted engine; the defaults are what a healthy engine says."""
 
     ids: list[int]
-    logprobs: list[float | None] | None = None
+    logprobs: Sequence[float | None] | None = None
     """-0.5 for each id when None."""
     finish_reason: str = "stop"
     stop_reason: int | str | None = None
@@ -47,6 +82,10 @@ class Reply(msgspec.Struct, kw_only=True):
     is_connection_dropped: bool = False
     release: threading.Event | None = None
     """When given, the answer waits for it."""
+    gate: TokenGate | None = None
+    """When given, each token of a streamed answer waits for it, and so does the end."""
+    breaks_after: int | None = None
+    """Tokens of a streamed answer after which the connection is dropped."""
 
 
 class ScriptedEngine:
@@ -114,6 +153,8 @@ class ScriptedEngine:
             await asyncio.to_thread(reply.release.wait, 30)
         if reply.is_connection_dropped:
             _drop_connection(request)
+        if self.requests[-1].get("stream") and reply.status == 200 and reply.body is None:
+            return StreamingResponse(_chunks(request, reply), media_type="text/event-stream")
         body = reply.body if reply.body is not None else _generate_body(reply)
         return Response(body, reply.status, media_type="application/json")
 
@@ -132,16 +173,50 @@ class ScriptedEngine:
 def _generate_body(reply: Reply) -> bytes:
     if reply.status != 200:
         return msgspec.json.encode({"error": {"message": "scripted failure"}})
+    return _response(_choice(reply, 0, len(reply.ids)) | _ending(reply))
+
+
+async def _chunks(request: Request, reply: Reply) -> AsyncIterator[bytes]:
+    """One event for each token; the last has the finish reason too, as vLLM's has."""
+    last = len(reply.ids) - 1
+    for position in range(len(reply.ids)):
+        if reply.gate is not None:
+            await reply.gate.wait(position)
+        if position == reply.breaks_after:
+            _drop_connection(request)
+        if position < last:
+            yield _event(_response(_choice(reply, position, position + 1)))
+    if reply.gate is not None:
+        await reply.gate.wait(len(reply.ids))
+    yield _event(_response(_choice(reply, max(last, 0), len(reply.ids)) | _ending(reply)))
+    yield _event(b"[DONE]")
+
+
+def _choice(reply: Reply, start: int, end: int) -> dict[str, Any]:
+    """The tokens from `start` to `end`; a logprob that no token has comes with the last."""
     logprobs = reply.logprobs if reply.logprobs is not None else [-0.5] * len(reply.ids)
-    choice = {
+    logprobs_end = end if end < len(reply.ids) else len(logprobs)
+    return {
         "index": 0,
-        "token_ids": reply.ids,
+        "token_ids": reply.ids[start:end],
+        "logprobs": {"content": [{"logprob": value} for value in logprobs[start:logprobs_end]]},
+    }
+
+
+def _ending(reply: Reply) -> dict[str, Any]:
+    return {
         "finish_reason": reply.finish_reason,
         "stop_reason": reply.stop_reason,
-        "logprobs": {"content": [{"logprob": value} for value in logprobs]},
         "weight_versions": reply.weight_versions,
     }
+
+
+def _response(choice: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"request_id": "generate-tokens-x", "choices": [choice]})
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 def _drop_connection(request: Request) -> None:

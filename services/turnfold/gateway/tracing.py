@@ -2,8 +2,8 @@
 
     model_call                  one for each request of an agent; continues the agent's own trace
       plan_prompt               history matched, template rendered, tokens healed
-      engine.generate           the wait for the engine, which gets the trace in `traceparent`
-      parse_reply
+      sample                    the wait for the engine and the reading of its reply
+        engine.generate         one request to an engine, which gets the trace in `traceparent`
       log.append                the wait for the log
 
 Without an endpoint in the environment spans cost next to nothing and go nowhere. No span holds text
@@ -13,11 +13,11 @@ of a conversation or a key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from opentelemetry import propagate, trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 
 from turnfold.schemas.errors import UserError
 
@@ -59,11 +59,6 @@ def exported_spans(environment: Mapping[str, str]) -> Iterator[None]:
         provider.shutdown()
 
 
-def continued_trace(headers: Mapping[str, str]) -> Context:
-    """The trace that the caller's headers speak of; a new one when they speak of none."""
-    return propagate.extract(headers)
-
-
 def trace_headers() -> dict[str, str]:
     """Headers that let whom we call continue the current trace; none when nobody follows it."""
     headers: dict[str, str] = {}
@@ -72,12 +67,47 @@ def trace_headers() -> dict[str, str]:
 
 
 @contextmanager
-def call_span(protocol: str, request_id: str, parent: Context) -> Iterator[Span]:
-    """The span of one request of an agent."""
-    with tracer.start_as_current_span(
+def call_span(protocol: str, request_id: str, headers: Mapping[str, str]) -> Iterator[Span]:
+    """The span of one request of an agent, in the trace that its headers speak of.
+
+    It is not the current span: a streamed answer ends in another task than it began in.
+    """
+    span = tracer.start_span(
         "model_call",
-        context=parent,
+        context=propagate.extract(headers),
         kind=SpanKind.SERVER,
         attributes={"turnfold.protocol": protocol, "turnfold.request_id": request_id},
-    ) as span:
+    )
+    try:
         yield span
+    except Exception as error:
+        _fail(span, error)
+        raise
+    finally:
+        span.end()
+
+
+def within(span: Span) -> AbstractContextManager[Span]:
+    """Make it the current span: what begins inside is its child."""
+    return trace.use_span(span, record_exception=False, set_status_on_exception=False)
+
+
+@contextmanager
+def step_span(name: str, **attributes: AttributeValue) -> Iterator[Span]:
+    """The span of one step of the current one."""
+    with tracer.start_as_current_span(
+        name,
+        attributes={f"turnfold.{key}": value for key, value in attributes.items()},
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield span
+        except Exception as error:
+            _fail(span, error)
+            raise
+
+
+def _fail(span: Span, error: Exception) -> None:
+    # Not its text: that may quote messages of the agent.
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))

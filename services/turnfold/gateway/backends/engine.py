@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from turnfold.gateway.calls import CallParams
 from turnfold.schemas.events import VersionSpan
 from turnfold.schemas.wire import Logprobs, TokenIds, Wire
+
+EngineKind = Literal["vllm", "sglang"]
+"""Which server the engines are; the embedded engine speaks as vLLM does."""
 
 
 class GenerateRequest(Wire, frozen=True, kw_only=True):
@@ -33,17 +36,32 @@ class Generation(Wire, frozen=True, kw_only=True):
     policy_versions: tuple[VersionSpan, ...] = ()
 
 
+class PartialOutput(Wire, frozen=True, kw_only=True):
+    """What an engine had sampled of a reply when it ended the request itself; may be empty."""
+
+    output_ids: TokenIds
+    logprobs: Logprobs
+    policy_versions: tuple[VersionSpan, ...] = ()
+
+
 EngineFailure = Literal[
     "engine_unavailable", "engine_error", "engine_refused", "invalid_output", "aborted"
 ]
 
 
 class EngineError(Exception):
-    """No usable sample came; nothing of it is recorded."""
+    """No usable sample came; nothing of it is recorded.
 
-    def __init__(self, reason: EngineFailure, message: str) -> None:
+    An engine that ends a request unasked, as for new weights, fails with "aborted" and gives what
+    it had in `partial`: the turn goes on from there. None when there is nothing to go on from.
+    """
+
+    def __init__(
+        self, reason: EngineFailure, message: str, *, partial: PartialOutput | None = None
+    ) -> None:
         super().__init__(message)
         self.reason: EngineFailure = reason
+        self.partial = partial
 
     @property
     def is_retriable(self) -> bool:
@@ -51,7 +69,11 @@ class EngineError(Exception):
         return self.reason in ("engine_unavailable", "engine_error", "aborted")
 
 
-OnTokens = Callable[[Sequence[int]], None]
+class OnTokens(Protocol):
+    """Told of tokens as they are sampled."""
+
+    def __call__(self, ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        """The next tokens and, from an engine that tells them at once, a logprob for each."""
 
 
 class Engines(Protocol):
@@ -65,7 +87,9 @@ class Engines(Protocol):
         """Sample. Raises EngineError. Cancelling it aborts the request at the engine.
 
         `on_tokens` is told each piece of the output as it is sampled, on the event loop; together
-        the pieces are the start of `output_ids`. Without it the engine need not stream.
+        the pieces are the start of `output_ids`, those of a failed call the start of `partial`. It
+        must not be told tokens that a second try would sample again. Without it the engine need not
+        stream.
         """
 
     async def max_context_tokens(self) -> int | None:

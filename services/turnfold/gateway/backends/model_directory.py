@@ -22,7 +22,7 @@ class ModelDirectory(NamedTuple):
     renderer: TemplateRenderer
     template: str
     vocab_size: int
-    """Ids below this one may be sampled; engines pad beyond the tokenizer's own size."""
+    """Ids below this one have an embedding: most models have a few more than the tokenizer knows."""
 
 
 def load_model_directory(path: str) -> ModelDirectory:
@@ -50,9 +50,14 @@ def load_model_directory(path: str) -> ModelDirectory:
         today=datetime.datetime.now(datetime.UTC).date(),
     )
     num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
-    model_config = _read_json(directory / "config.json")
-    vocab_size = max(int(model_config.get("vocab_size", 0)), num_tokens)
+    vocab_size = _vocab_size(_read_json(directory / "config.json")) or num_tokens
     return ModelDirectory(directory.resolve().name, renderer, template, vocab_size)
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Rows of the embedding; a model of several modalities says it of its text part."""
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return int(size) if size else None
 
 
 def _template(directory: Path, config: dict[str, Any]) -> str:

@@ -9,23 +9,32 @@ cache logprobs are off by whole nats, also those of later requests that hit the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from pathlib import Path
 
-import httpx
 import msgspec
 
-from turnfold.gateway.backends.weights_directory import check_weights_directory
+from turnfold.gateway.backends.weights import EngineControl, UpdateFailed, fitting_directory
+from turnfold.gateway.backends.weights_directory import UnusableWeights, check_weights_directory
 
 log = logging.getLogger(__name__)
 
 
-class UpdateFailed(Exception):
-    """The engine does not serve the new weights; the text says at which step it failed."""
-
-
 class _WeightInfo(msgspec.Struct):
     weight_version: str | int
+
+
+class _Model(msgspec.Struct):
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _WeightsLost(UpdateFailed):
+    """A load failed, and so did the way back."""
 
 
 class VllmWeights:
@@ -36,66 +45,84 @@ class VllmWeights:
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        self.url = url.rstrip("/")
+        self._engine = EngineControl(url, timeout_s=timeout_s)
+        self.url = self._engine.url
         self.loaded_uri: str | None = None
-        """What this process had the engine load last; it is what a failed reload goes back to."""
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # Calls are minutes apart, and vLLM drops idle connections after 5 s.
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-        )
+        """What the engine loaded last, if that is known; a failed load goes back to it."""
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._engine.aclose()
 
     async def version(self) -> str | None:
         """The version the engine says it serves; None when it does not answer."""
-        try:
-            response = await self._client.get("/weight_info", timeout=5.0)
-            response.raise_for_status()
-            info = msgspec.json.decode(response.content, type=_WeightInfo)
-        except (httpx.HTTPError, msgspec.MsgspecError):
+        body = await self._engine.get("/weight_info")
+        if body is None:
             return None
-        return str(info.weight_version)
+        try:
+            return str(msgspec.json.decode(body, type=_WeightInfo).weight_version)
+        except msgspec.MsgspecError:
+            return None
 
     async def update(self, uri: str, policy_version: int) -> None:
-        """Serve these weights under this version. Raises UnusableWeights or UpdateFailed."""
-        directory = str(check_weights_directory(uri))
+        """Serve these weights under this version. Raises UnusableWeights or UpdateFailed.
+
+        A load that fails is undone. Where that fails too the engine stays paused: nobody knows what
+        it would sample from.
+        """
+        served = await self._served_directory()
+        directory = await asyncio.to_thread(fitting_directory, uri, self.loaded_uri, served)
         try:
-            await self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
-            await self._reload(directory)
-            await self._post("/update_weight_version", json={"new_version": str(policy_version)})
-        finally:
+            await self._engine.post("/pause", params={"mode": "keep", "clear_cache": "true"})
+            await self._load(str(directory))
+            new_version = {"new_version": str(policy_version)}
+            await self._engine.post("/update_weight_version", json=new_version)
+        except _WeightsLost:
+            log.error("%s stays paused, nobody knows its weights: restart it", self.url)
+            raise
+        except BaseException:
             await self._resume()
+            raise
+        await self._resume()
         self.loaded_uri = uri
 
-    async def _reload(self, directory: str) -> None:
+    async def adopt(self, uri: str) -> None:
+        """Take these weights for what the engine serves, and let it go on if it was left paused."""
+        await self._resume()
+        self.loaded_uri = uri
+
+    async def _load(self, directory: str) -> None:
         try:
             await self._post_reload(directory)
-        except UpdateFailed:
-            # The parameters may be half gone: put back what worked before the engine goes on.
-            if self.loaded_uri is not None:
-                await self._post_reload(str(check_weights_directory(self.loaded_uri)))
+        except UpdateFailed as failure:
+            if not failure.is_refused:
+                await self._go_back(failure)
             raise
+
+    async def _go_back(self, failure: UpdateFailed) -> None:
+        """The parameters may be half gone: load what worked before the engine goes on."""
+        if self.loaded_uri is None:
+            raise _WeightsLost(f"{failure}; what it served before is not known") from failure
+        try:
+            await self._post_reload(str(check_weights_directory(self.loaded_uri)))
+        except (UpdateFailed, UnusableWeights) as error:
+            raise _WeightsLost(f"{failure}; then {error}") from failure
+
+    async def _served_directory(self) -> Path | None:
+        body = await self._engine.get("/v1/models")
+        if body is None:
+            return None
+        try:
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.MsgspecError:
+            return None
+        return Path(models[0].root) if models and models[0].root else None
 
     async def _post_reload(self, directory: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
-        await self._post("/collective_rpc", json=body)
+        await self._engine.post("/collective_rpc", json=body)
 
     async def _resume(self) -> None:
         try:
-            await self._post("/resume")
+            await self._engine.post("/resume")
         except UpdateFailed as error:
             log.error("%s may be paused: %s", self.url, error)
-
-    async def _post(self, path: str, **arguments: Any) -> None:
-        try:
-            response = await self._client.post(path, **arguments)
-        except httpx.HTTPError as error:
-            raise UpdateFailed(f"{self.url}{path}: {type(error).__name__}") from error
-        if response.status_code != 200:
-            raise UpdateFailed(
-                f"{self.url}{path} answered {response.status_code}: {response.text[:300]}"
-            )

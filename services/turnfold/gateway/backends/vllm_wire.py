@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
-from turnfold.gateway.backends.engine import EngineError, GenerateRequest, Generation
+from turnfold.gateway.backends.engine import (
+    EngineError,
+    GenerateRequest,
+    Generation,
+    PartialOutput,
+)
+from turnfold.gateway.backends.request_json import encode_with_arrays
+from turnfold.gateway.backends.samples import (
+    TokenLogprob,
+    WeightSpan,
+    check_ids,
+    checked_versions,
+    finite_logprobs,
+    packed_logprobs,
+    unusable,
+)
 from turnfold.gateway.calls import CallParams
-from turnfold.schemas.events import VersionSpan
-from turnfold.schemas.wire import Logprobs, TokenIds
-
-
-class _TokenLogprob(msgspec.Struct):
-    logprob: float | None = None
-    token_id: int | None = None
+from turnfold.schemas.wire import TokenIds
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str | int
-    start: int
-    end: int
+    content: list[TokenLogprob] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -34,17 +35,29 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class _Response(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Failure(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+    """The status that the answer would have had without a stream."""
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: _Failure | None = None
+
+
 _decoder = msgspec.json.Decoder(_Response)
+_chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
-def request_body(request: GenerateRequest) -> bytes:
+def request_body(request: GenerateRequest, *, is_streamed: bool = False) -> bytes:
     """The request; `logprobs: 0` is the sampled token's own logprob and nothing else."""
     sampling = {
         **_given(request.params),
@@ -52,12 +65,12 @@ def request_body(request: GenerateRequest) -> bytes:
         "temperature": request.temperature,
         "logprobs": 0,
     }
-    return msgspec.json.encode(
+    return encode_with_arrays(
         {
             "request_id": request.request_id,
-            "token_ids": request.prompt_ids.tolist(),
+            "token_ids": request.prompt_ids.array,
             "sampling_params": sampling,
-            "stream": False,
+            "stream": is_streamed,
         }
     )
 
@@ -76,53 +89,105 @@ def read_generation(body: bytes, vocab_size: int) -> Generation:
     try:
         response = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _wrong(f"expected a generate response in JSON: {error}") from error
+        raise unusable(f"expected a generate response in JSON: {error}") from error
     if len(response.choices) != 1:
-        raise _wrong(f"expected 1 choice, got {len(response.choices)}")
-    (choice,) = response.choices
-    if choice.finish_reason == "abort":
-        raise EngineError("aborted", "the engine aborted the request")
-    output_ids = _output_ids(choice, vocab_size)
+        raise unusable(f"expected 1 choice, got {len(response.choices)}")
+    return _generation(response.choices[0], vocab_size)
+
+
+class StreamedGeneration:
+    """A sample that comes in chunks, each checked before anybody sees its tokens.
+
+    for data in …:
+        ids, logprobs = streamed.feed(data)
+    generation = streamed.end()
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._whole = _Choice(token_ids=[], logprobs=_Logprobs(content=[]))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._whole.token_ids or ())
+
+    def feed(self, data: bytes) -> tuple[list[int], list[float]]:
+        """The tokens of one chunk and their logprobs; both empty in a chunk that has none.
+
+        Raises EngineError `invalid_output`, or `engine_error` for a chunk that tells of a failure.
+        """
+        try:
+            chunk = _chunk_decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise unusable(f"expected a chunk of a generate response in JSON: {error}") from error
+        if chunk.error is not None:
+            raise _told(chunk.error)
+        if not chunk.choices:
+            return [], []
+        if len(chunk.choices) != 1:
+            raise unusable(f"expected 1 choice, got {len(chunk.choices)}")
+        (choice,) = chunk.choices
+        ids = choice.token_ids or []
+        check_ids(ids, self._vocab_size, first=self.num_tokens)
+        logprobs = finite_logprobs(_entries(choice), ids, first=self.num_tokens) if ids else []
+        self._add(choice, ids)
+        return ids, logprobs
+
+    def end(self) -> Generation:
+        """The whole sample. Raises EngineError; `engine_unavailable` when the stream was cut."""
+        if self._whole.finish_reason is None:
+            raise EngineError(
+                "engine_unavailable",
+                f"the engine's stream ended after {self.num_tokens} tokens without a finish reason",
+            )
+        return _generation(self._whole, self._vocab_size)
+
+    def _add(self, choice: _Choice, ids: list[int]) -> None:
+        whole = self._whole
+        assert whole.token_ids is not None
+        assert whole.logprobs is not None
+        assert whole.logprobs.content is not None
+        if ids:
+            whole.token_ids += ids
+            whole.logprobs.content += _entries(choice) or []
+        whole.finish_reason = choice.finish_reason or whole.finish_reason
+        if choice.stop_reason is not None:
+            whole.stop_reason = choice.stop_reason
+        whole.weight_versions = choice.weight_versions or whole.weight_versions
+
+
+def _told(failure: _Failure) -> EngineError:
+    message = failure.message[:500]
+    if isinstance(failure.code, int) and 400 <= failure.code < 500:
+        return EngineError("engine_refused", f"the engine refused the request: {message}")
+    return EngineError("engine_error", f"the engine failed: {message}")
+
+
+def _generation(choice: _Choice, vocab_size: int) -> Generation:
+    is_aborted = choice.finish_reason == "abort"
+    if not choice.token_ids and not is_aborted:
+        raise unusable("expected output token ids, got none")
+    output_ids = choice.token_ids or []
+    check_ids(output_ids, vocab_size)
+    logprobs = packed_logprobs(finite_logprobs(_entries(choice), output_ids) if output_ids else [])
+    versions = checked_versions(choice.weight_versions, len(output_ids))
+    if is_aborted:
+        partial = PartialOutput(
+            output_ids=TokenIds.of(output_ids), logprobs=logprobs, policy_versions=versions
+        )
+        raise EngineError("aborted", "the engine aborted the request", partial=partial)
     return Generation(
         output_ids=TokenIds.of(output_ids),
-        logprobs=_logprobs(choice, output_ids),
+        logprobs=logprobs,
         finish_reason=_finish_reason(choice),
         stop_reason=choice.stop_reason,
-        policy_versions=_policy_versions(choice, len(output_ids)),
+        policy_versions=versions,
     )
 
 
-def _output_ids(choice: _Choice, vocab_size: int) -> list[int]:
-    if not choice.token_ids:
-        raise _wrong("expected output token ids, got none")
-    for position, token_id in enumerate(choice.token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise _wrong(
-                f"output token {position}: id {token_id} is outside the vocabulary of {vocab_size}"
-            )
-    return choice.token_ids
-
-
-def _logprobs(choice: _Choice, output_ids: list[int]) -> Logprobs:
-    entries = choice.logprobs.content if choice.logprobs else None
-    if entries is None:
-        raise _wrong("expected logprobs, got none")
-    if len(entries) != len(output_ids):
-        raise _wrong(f"{len(output_ids)} output tokens but {len(entries)} logprobs")
-    values = []
-    for position, (entry, token_id) in enumerate(zip(entries, output_ids, strict=True)):
-        if entry.logprob is None or not math.isfinite(entry.logprob):
-            raise _wrong(f"output token {position}: logprob {entry.logprob} is not finite")
-        if entry.token_id is not None and entry.token_id != token_id:
-            raise _wrong(
-                f"output token {position}: id {token_id} has the logprob of id {entry.token_id}"
-            )
-        values.append(entry.logprob)
-    with np.errstate(over="ignore"):  # what overflows is infinite, and refused below
-        packed = np.asarray(values, dtype=np.float32)
-    if not np.isfinite(packed).all():
-        raise _wrong("a logprob does not fit 32 bits")
-    return Logprobs.of(packed)
+def _entries(choice: _Choice) -> list[TokenLogprob] | None:
+    return choice.logprobs.content if choice.logprobs else None
 
 
 def _finish_reason(choice: _Choice) -> Literal["stop", "length"]:
@@ -131,25 +196,3 @@ def _finish_reason(choice: _Choice) -> Literal["stop", "length"]:
     if choice.finish_reason in ("stop", "repetition"):
         return "stop"
     raise EngineError("engine_error", f"the engine finished with {choice.finish_reason!r}")
-
-
-def _policy_versions(choice: _Choice, num_output_tokens: int) -> tuple[VersionSpan, ...]:
-    spans = choice.weight_versions or []
-    if not all(str(span.version).isdecimal() for span in spans):
-        return ()  # an engine that was never told a version calls it something else
-    end = 0
-    for span in spans:
-        if span.start != end or span.end < span.start:
-            raise _wrong(f"weight version {span.version} begins at {span.start}, expected {end}")
-        end = span.end
-    if spans and end != num_output_tokens:
-        raise _wrong(f"weight versions cover {end} of {num_output_tokens} output tokens")
-    return tuple(
-        VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
-        for span in spans
-        if span.end > span.start
-    )
-
-
-def _wrong(what: str) -> EngineError:
-    return EngineError("invalid_output", f"the engine's output cannot be used: {what}")

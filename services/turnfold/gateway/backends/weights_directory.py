@@ -1,6 +1,7 @@
-"""Whether a directory holds whole weights: asked before an engine is told to load them.
+"""Whether a directory holds whole weights that fit: asked before an engine is told to load them.
 
-An engine that fails in the middle of a reload has lost its parameters, and the next request ends it.
+An engine that fails in the middle of a reload may have lost its parameters. vLLM cannot load any
+others after that, and SGLang takes a checkpoint in which tensors are missing without a word.
 """
 
 from __future__ import annotations
@@ -31,6 +32,36 @@ def check_weights_directory(uri: str) -> Path:
     return directory
 
 
+def check_fits(directory: Path, reference: Path, *, is_complete: bool) -> None:
+    """Whether the tensors have the shapes of those of another directory, both of whole weights.
+
+    With `is_complete` every tensor of the reference must be there too. One that only a base model
+    and not its fine-tuned copy has may be right: a tied output layer, scales of a quantization.
+
+    Raises UnusableWeights naming the first tensor that does not fit.
+    """
+    shapes = _shapes(directory)
+    for name, expected in _shapes(reference).items():
+        shape = shapes.get(name, None if is_complete else expected)
+        if shape is None:
+            raise UnusableWeights(
+                f"weights directory {directory} has no tensor {name}, which {reference} has"
+            )
+        if shape != expected:
+            raise UnusableWeights(
+                f"weights directory {directory}: tensor {name} has shape {shape}, expected "
+                f"{expected} as in {reference}"
+            )
+
+
+def _shapes(directory: Path) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
+    for shard in _shards(directory):
+        entries, _ = _header(shard)
+        shapes |= {name: entry["shape"] for name, entry in entries.items()}
+    return shapes
+
+
 def _shards(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.is_file():
@@ -49,16 +80,23 @@ def _check_shard(shard: Path) -> None:
     """The header of a safetensors file says how long the file must be."""
     if not shard.is_file():
         raise UnusableWeights(f"weights file {shard} is missing")
+    entries, data_starts = _header(shard)
+    expected = data_starts + max(
+        (entry["data_offsets"][1] for entry in entries.values()), default=0
+    )
     size = shard.stat().st_size
+    if size != expected:
+        raise UnusableWeights(f"weights file {shard} has {size} bytes, expected {expected}")
+
+
+def _header(shard: Path) -> tuple[dict[str, Any], int]:
+    """Name -> dtype, shape and place of each tensor, and the byte at which the data begins."""
     with shard.open("rb") as file:
         header_size = int.from_bytes(file.read(_HEADER_BYTES), "little")
-        header = file.read(min(header_size, size))
+        header = file.read(min(header_size, shard.stat().st_size))
     try:
         entries: dict[str, Any] = json.loads(header)
     except ValueError as error:
         raise UnusableWeights(f"weights file {shard} is damaged or cut short") from error
     entries.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    expected = _HEADER_BYTES + header_size + end
-    if size != expected:
-        raise UnusableWeights(f"weights file {shard} has {size} bytes, expected {expected}")
+    return entries, _HEADER_BYTES + header_size

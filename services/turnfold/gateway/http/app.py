@@ -18,8 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from turnfold.gateway import keys
+from turnfold.gateway.backends.kinds import engines_of
 from turnfold.gateway.backends.model_directory import ModelDirectory
-from turnfold.gateway.backends.vllm import VllmEngines
+from turnfold.gateway.backends.replicas import ReplicatedEngines
 from turnfold.gateway.client import EventLog, LogUnavailable
 from turnfold.gateway.control import (
     AbortRollout,
@@ -58,7 +59,7 @@ class Gateway:
         self,
         settings: Settings,
         model: ModelDirectory,
-        engines: VllmEngines,
+        engines: ReplicatedEngines,
         store: RolloutStore,
         reply_format: ReplyFormat,
     ) -> None:
@@ -81,6 +82,7 @@ class Gateway:
             key_ttl_s=settings.key_ttl_s,
             history_mode=settings.history_mode,
             nonlinear=settings.nonlinear,
+            rewrites=settings.rewrites,
             clock=time.time,
             new_id=_new_id,
         )
@@ -91,8 +93,11 @@ async def open_gateway(
     settings: Settings, model: ModelDirectory, reply_format: ReplyFormat
 ) -> AsyncIterator[Gateway]:
     """Connect to Kafka and the engines. Raises BrokerUnavailable and MissingTopic."""
-    engines = VllmEngines(
-        settings.engines, vocab_size=model.vocab_size, timeout_s=settings.engine_timeout_s
+    engines = engines_of(
+        settings.engine_kind,
+        settings.engines,
+        vocab_size=model.vocab_size,
+        timeout_s=settings.engine_timeout_s,
     )
     store = RolloutStore(settings.max_rollouts)
     try:

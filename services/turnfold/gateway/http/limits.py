@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from limits import RateLimitItemPerMinute
@@ -21,13 +20,16 @@ _RETRY_SOON_S = 1.0
 class CallLimits:
     """Counts the calls of each session; 0 is no limit.
 
-    limits = CallLimits(calls_per_minute=120, calls_at_once=16)
+    limits = CallLimits(calls_per_minute=120, calls_at_once=16, clock=time.time)
     with limits.call(key): ...
 
     One gateway counts for itself: behind a balancer a session may do as much on each of them.
     """
 
-    def __init__(self, *, calls_per_minute: int = 0, calls_at_once: int = 0) -> None:
+    def __init__(
+        self, *, calls_per_minute: int = 0, calls_at_once: int = 0, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self._calls_at_once = calls_at_once
         self._num_running: Counter[tuple[str, str]] = Counter()
         self._rate = RateLimitItemPerMinute(calls_per_minute) if calls_per_minute else None
@@ -67,5 +69,5 @@ class CallLimits:
             f"this session has made {self._rate.amount} calls within a minute, the most that it may",
             code="rate_limit_exceeded",
             is_retriable=True,
-            retry_after_s=max(reset_at - time.time(), _RETRY_SOON_S),
+            retry_after_s=max(reset_at - self._clock(), _RETRY_SOON_S),
         )

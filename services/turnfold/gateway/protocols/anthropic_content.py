@@ -48,9 +48,18 @@ def _joined(role: str, parts: list[ChatMessage]) -> ChatMessage:
     return ChatMessage(
         role=role,
         content=_JOINED[role].join(part.content for part in parts),
-        reasoning="\n\n".join(part.reasoning for part in parts if part.reasoning),
+        reasoning=_joined_reasoning(part.reasoning for part in parts if part.reasoning),
         tool_calls=tuple(call for part in parts for call in part.tool_calls),
     )
+
+
+def _joined_reasoning(texts: Iterable[str]) -> str:
+    """Thoughts as paragraphs; one that begins with a line break brings what parts it."""
+    joined = ""
+    for text in texts:
+        is_parted = not joined or text.startswith("\n")
+        joined += text if is_parted else f"\n\n{text}"
+    return joined
 
 
 def _parts(message: dict[str, Any], at: str) -> Iterator[ChatMessage]:

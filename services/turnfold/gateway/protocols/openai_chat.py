@@ -6,14 +6,17 @@ here (`user`, `metadata`, `store`, …) and fields that nobody knows are ignored
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from turnfold.gateway.calls import Answer, CallParams, ModelCall
+from turnfold.gateway.calls import CallParams, ModelCall
+from turnfold.gateway.protocols.openai_chat_answer import answer_body as answer_body
+from turnfold.gateway.protocols.openai_chat_answer import answer_events as answer_events
+from turnfold.gateway.protocols.openai_chat_answer import begin_stream as begin_stream
+from turnfold.gateway.protocols.openai_chat_answer import error_body as error_body
+from turnfold.gateway.protocols.openai_chat_answer import error_event as error_event
 from turnfold.gateway.protocols.openai_choices import is_calling_allowed, refuse_single_calls
-from turnfold.gateway.protocols.openai_errors import error_object
 from turnfold.gateway.protocols.openai_messages import read_messages, read_tools
 from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
@@ -22,14 +25,10 @@ from turnfold.gateway.protocols.request_fields import (
     refuse_unsupported,
     sampling_params,
 )
-from turnfold.gateway.protocols.tool_arguments import arguments_text
-from turnfold.gateway.refusals import Refusal, invalid
-from turnfold.schemas.messages import ToolCall
+from turnfold.gateway.refusals import invalid
 
 NAME = "openai_chat"
 KEEPALIVE = b": keepalive\n\n"
-
-_DONE = b"data: [DONE]\n\n"
 
 
 class _StreamOptions(msgspec.Struct):
@@ -117,124 +116,3 @@ def _max_tokens(request: _Request) -> int | None:
         if value is not None:
             return value
     return None
-
-
-def answer_body(answer: Answer, call: ModelCall) -> bytes:
-    """The whole response."""
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": answer.reply.content or None,
-        "refusal": None,
-        **_reasoning(answer),
-    }
-    if answer.reply.tool_calls:
-        message["tool_calls"] = [_tool_call(call) for call in answer.reply.tool_calls]
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": _logprobs(answer),
-        "finish_reason": finish_reason(answer),
-    }
-    return msgspec.json.encode(
-        {
-            **_envelope(answer, "chat.completion"),
-            "choices": [choice],
-            "usage": _usage(answer),
-        }
-    )
-
-
-def answer_events(answer: Answer, call: ModelCall) -> Iterator[bytes]:
-    """The response as chunks: role, reasoning, content, each call, the end, usage, `[DONE]`."""
-    yield _chunk(answer, {"role": "assistant", "content": ""})
-    if answer.reply.reasoning:
-        yield _chunk(answer, _reasoning(answer))
-    if answer.reply.content or answer.logprobs is not None:
-        yield _chunk(answer, {"content": answer.reply.content}, logprobs=_logprobs(answer))
-    for index, made in enumerate(answer.reply.tool_calls):
-        whole = {"index": index, **_tool_call(made)}
-        opening = whole | {"function": {"name": made.name, "arguments": ""}}
-        yield _chunk(answer, {"tool_calls": [opening]})
-        arguments = {"index": index, "function": {"arguments": arguments_text(made)}}
-        yield _chunk(answer, {"tool_calls": [arguments]})
-    yield _chunk(answer, {}, finish_reason=finish_reason(answer))
-    if call.is_usage_streamed:
-        last = {**_envelope(answer, "chat.completion.chunk"), "choices": []}
-        yield _event(last | {"usage": _usage(answer)})
-    yield _DONE
-
-
-def finish_reason(answer: Answer) -> Literal["tool_calls", "length", "stop"]:
-    """A reply that calls tools says so even when it was cut after the calls."""
-    if answer.reply.tool_calls:
-        return "tool_calls"
-    return "length" if answer.finish_reason == "length" else "stop"
-
-
-def error_body(refusal: Refusal, request_id: str) -> bytes:
-    """OpenAI's error object, with the request id that the log knows it by."""
-    return msgspec.json.encode({"error": error_object(refusal, request_id)})
-
-
-def error_event(refusal: Refusal, request_id: str) -> bytes:
-    """An error in a stream that has begun: SDKs raise it instead of ending quietly."""
-    return b"data: " + error_body(refusal, request_id) + b"\n\n"
-
-
-def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.turn_id}",
-        "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-        "service_tier": None,
-        "system_fingerprint": None,
-    }
-
-
-def _chunk(
-    answer: Answer,
-    delta: dict[str, Any],
-    *,
-    finish_reason: str | None = None,
-    logprobs: dict[str, Any] | None = None,
-) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _event({**_envelope(answer, "chat.completion.chunk"), "choices": [choice]})
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": arguments_text(call)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _reasoning(answer: Answer) -> dict[str, str]:
-    reasoning = answer.reply.reasoning
-    return {"reasoning_content": reasoning} if reasoning else {}
-
-
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": answer.num_output_tokens,
-        "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
-    }
-
-
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
-    if answer.logprobs is None:
-        return None
-    content = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": [],
-        }
-        for token in answer.logprobs
-    ]
-    return {"content": content, "refusal": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ _CALL, _END = 2, 3
 _PLACES = {"reasoning": 0, "message": 1, "function_call": _CALL}
 """Order of the items that an assistant's turn is made of."""
 
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
+
 
 def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
     """Canonical messages; raises Refusal naming the item and field that is not understood.
@@ -26,20 +29,28 @@ def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
         function_call_output "c"   tool       c
 
     What an assistant says in one turn is several items, in the order reasoning, message, calls; an
-    item that breaks the order begins the next assistant message.
+    item that breaks the order begins the next assistant message, unless its id says that it is of
+    the same turn.
     """
     if isinstance(given, str):
         return (ChatMessage(role="user", content=given),)
     turns: list[list[ChatMessage]] = []
-    last_place = _END
+    last_place, last_turn = _END, ""
     for i, item in enumerate(given):
-        part, place = _part(item, f"input[{i}]"), _place(item)
-        if place > last_place or place == last_place == _CALL:
+        part, place, turn = _part(item, f"input[{i}]"), _place(item), _turn(item)
+        is_in_order = place > last_place or place == last_place == _CALL
+        if is_in_order or (turn and turn == last_turn and part.role == "assistant"):
             turns[-1].append(part)
         else:
             turns.append([part])
-        last_place = place if part.role == "assistant" else _END
+        last_place, last_turn = (place, turn) if part.role == "assistant" else (_END, "")
     return tuple(map(_joined, turns))
+
+
+def _turn(item: dict[str, Any]) -> str:
+    """The turn that the item was sampled in, when its id is one of ours."""
+    found = _ITEM_ID.fullmatch(str(item.get("id")))
+    return found.group(1) if found else ""
 
 
 def _place(item: dict[str, Any]) -> int:
@@ -55,7 +66,7 @@ def _joined(parts: list[ChatMessage]) -> ChatMessage:
     return ChatMessage(
         role=first.role,
         content="".join(part.content for part in parts),
-        reasoning=first.reasoning,
+        reasoning="".join(part.reasoning for part in parts),
         tool_calls=tuple(call for part in parts for call in part.tool_calls),
     )
 

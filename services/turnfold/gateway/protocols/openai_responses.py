@@ -9,15 +9,19 @@ knows are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from turnfold.gateway.calls import Answer, CallParams, ModelCall
+from turnfold.gateway.calls import CallParams, ModelCall
 from turnfold.gateway.protocols.openai_choices import is_calling_allowed, refuse_single_calls
-from turnfold.gateway.protocols.openai_errors import error_object
-from turnfold.gateway.protocols.openai_items import flat_tool, read_flat_tools, read_input
+from turnfold.gateway.protocols.openai_items import read_flat_tools, read_input
+from turnfold.gateway.protocols.openai_responses_answer import ID_PREFIX
+from turnfold.gateway.protocols.openai_responses_answer import answer_body as answer_body
+from turnfold.gateway.protocols.openai_responses_answer import answer_events as answer_events
+from turnfold.gateway.protocols.openai_responses_answer import begin_stream as begin_stream
+from turnfold.gateway.protocols.openai_responses_answer import error_body as error_body
+from turnfold.gateway.protocols.openai_responses_answer import error_event as error_event
 from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
@@ -25,16 +29,12 @@ from turnfold.gateway.protocols.request_fields import (
     refuse_unsupported,
     sampling_params,
 )
-from turnfold.gateway.protocols.sealed_reasoning import seal
-from turnfold.gateway.protocols.server_sent_events import named_event
-from turnfold.gateway.protocols.tool_arguments import arguments_text
-from turnfold.gateway.refusals import Refusal, invalid
+from turnfold.gateway.refusals import invalid
 from turnfold.schemas.messages import ChatMessage
 
 NAME = "openai_responses"
 KEEPALIVE = b": keepalive\n\n"
 
-_ID_PREFIX = "resp_"
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 
@@ -134,12 +134,12 @@ def _refuse_unsupported(request: _Request) -> None:
 def _turn_id(response_id: str | None) -> str:
     if not response_id:
         return ""
-    if not response_id.startswith(_ID_PREFIX):
+    if not response_id.startswith(ID_PREFIX):
         raise invalid(
-            f"previous_response_id: expected an id that begins with `{_ID_PREFIX}`",
+            f"previous_response_id: expected an id that begins with `{ID_PREFIX}`",
             "previous_response_id",
         )
-    return response_id.removeprefix(_ID_PREFIX)
+    return response_id.removeprefix(ID_PREFIX)
 
 
 def _params(request: _Request) -> CallParams:
@@ -151,175 +151,8 @@ def _params(request: _Request) -> CallParams:
     )
 
 
-def answer_body(answer: Answer, call: ModelCall) -> bytes:
-    """The whole response."""
-    return msgspec.json.encode(_finished(answer, call))
-
-
-def answer_events(answer: Answer, call: ModelCall) -> Iterator[bytes]:
-    """The response as numbered events: its start, each item with its parts, its end."""
-    finished = _finished(answer, call)
-    begun = finished | {"status": "in_progress", "output": [], "usage": None}
-    begun["incomplete_details"] = None
-    datas = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
-    ]
-    for index, item in enumerate(finished["output"]):
-        datas += _item_events(index, item)
-    datas.append({"type": f"response.{finished['status']}", "response": finished})
-    for number, data in enumerate(datas):
-        yield named_event(data | {"sequence_number": number})
-
-
-def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """An item that begins empty, what it holds, the whole item."""
-    place = {"output_index": index, "item_id": item["id"]}
-    empty: dict[str, Any] = (
-        {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    )
-    begun = {**item, **empty, "status": "in_progress"}
-    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
-    if item["type"] == "function_call":
-        kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield {"type": f"{kind}.delta", **place, "delta": arguments}
-        yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": item["name"]}
-    else:
-        for position, part in enumerate(item["content"]):
-            yield from _part_events(place | {"content_index": position}, part)
-    yield {"type": "response.output_item.done", "output_index": index, "item": item}
-
-
-def _part_events(place: dict[str, Any], part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A part that begins empty, its text, the whole part."""
-    # Only text that the client reads has logprobs.
-    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    empty = {**part, "text": ""} | {name: [] for name in logprobs}
-    kind = f"response.{part['type']}"
-    yield {"type": "response.content_part.added", **place, "part": empty}
-    yield {"type": f"{kind}.delta", **place, "delta": part["text"], **logprobs}
-    yield {"type": f"{kind}.done", **place, "text": part["text"], **logprobs}
-    yield {"type": "response.content_part.done", **place, "part": part}
-
-
-def _finished(answer: Answer, call: ModelCall) -> dict[str, Any]:
-    is_cut = answer.finish_reason == "length"
-    return {
-        "id": _ID_PREFIX + answer.turn_id,
-        "object": "response",
-        "created_at": answer.created,
-        "status": "incomplete" if is_cut else "completed",
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": call.messages[0].content if call.has_instructions else None,
-        "max_output_tokens": call.params.max_tokens,
-        "metadata": {},
-        "model": answer.model,
-        "output": list(_items(answer, call)),
-        "parallel_tool_calls": True,
-        "previous_response_id": _response_id(call.previous_turn_id),
-        "reasoning": {"effort": None, "summary": None},
-        "store": True,
-        "temperature": call.params.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto" if call.is_calling_allowed else "none",
-        "tools": [flat_tool(tool) for tool in call.tools],
-        "top_p": call.params.top_p,
-        "truncation": "disabled",
-        "usage": _usage(answer),
-    }
-
-
-def _response_id(turn_id: str) -> str | None:
-    return _ID_PREFIX + turn_id if turn_id else None
-
-
-def _items(answer: Answer, call: ModelCall) -> Iterator[dict[str, Any]]:
-    """Reasoning, message, calls; a reply that says nothing has an empty message, so that it comes
-    back."""
-    reply = answer.reply
-    status = "incomplete" if answer.finish_reason == "length" else "completed"
-    if reply.reasoning:
-        yield {
-            "id": f"rs_{answer.turn_id}",
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": reply.reasoning}],
-            "encrypted_content": seal(reply.reasoning) if call.is_reasoning_sealed else None,
-            "status": status,
-        }
-    if reply.content or not reply.tool_calls:
-        yield {
-            "id": f"msg_{answer.turn_id}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_output_text(answer)],
-        }
-    for index, made in enumerate(reply.tool_calls):
-        yield {
-            "id": f"fc_{answer.turn_id}_{index}",
-            "type": "function_call",
-            "call_id": made.id,
-            "name": made.name,
-            "arguments": arguments_text(made),
-            "status": "completed",
-        }
-
-
-def _output_text(answer: Answer) -> dict[str, Any]:
-    logprobs = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": [],
-        }
-        for token in answer.logprobs or ()
-    ]
-    return {
-        "type": "output_text",
-        "text": answer.reply.content,
-        "annotations": [],
-        "logprobs": logprobs,
-    }
-
-
-def _usage(answer: Answer) -> dict[str, Any]:
-    """Details that OpenAI's SDK expects and nobody here counts are 0."""
-    return {
-        "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": answer.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
-    }
-
-
 def count_body(num_prompt_tokens: int) -> bytes:
     """The answer of `input_tokens`."""
     return msgspec.json.encode(
         {"object": "response.input_tokens", "input_tokens": num_prompt_tokens}
-    )
-
-
-def error_body(refusal: Refusal, request_id: str) -> bytes:
-    """OpenAI's error object, with the request id that the log knows it by."""
-    return msgspec.json.encode({"error": error_object(refusal, request_id)})
-
-
-def error_event(refusal: Refusal, request_id: str) -> bytes:
-    """An error in a stream that has begun.
-
-    The documented fields are for clients that read events; SDKs raise what stands under `error`.
-    """
-    return named_event(
-        {
-            "type": "error",
-            "sequence_number": 0,
-            "code": refusal.code,
-            "message": refusal.message,
-            "param": refusal.param,
-            "error": error_object(refusal, request_id),
-        }
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from turnfold.gateway.calls import Answer, ModelCall
+from turnfold.gateway.calls import Answer, AnswerHead, ModelCall
+from turnfold.gateway.protocols.answer_stream import AnswerStream
 from turnfold.gateway.refusals import Refusal
 
 
@@ -26,11 +27,14 @@ class ModelProtocol(Protocol):
     def answer_events(self, answer: Answer, call: ModelCall) -> Iterator[bytes]:
         """The response as server-sent events, the closing one included."""
 
+    def begin_stream(self, head: AnswerHead, call: ModelCall) -> AnswerStream:
+        """The same while the answer comes."""
+
     def error_body(self, refusal: Refusal, request_id: str) -> bytes:
         """The error object of the protocol, as JSON."""
 
     def error_event(self, refusal: Refusal, request_id: str) -> bytes:
-        """The error as the last server-sent event of a response that has begun."""
+        """The error as the last server-sent event of a stream in which no answer has begun."""
 
 
 class CountingProtocol(ModelProtocol, Protocol):

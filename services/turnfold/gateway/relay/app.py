@@ -13,7 +13,8 @@ from typing import Any, cast
 from aiokafka.errors import KafkaError
 from faststream.kafka import KafkaBroker, KafkaMessage
 
-from turnfold.gateway.backends.vllm_weights import UpdateFailed, VllmWeights
+from turnfold.gateway.backends.kinds import weights_of
+from turnfold.gateway.backends.weights import EngineWeights, UpdateFailed
 from turnfold.gateway.backends.weights_directory import UnusableWeights
 from turnfold.gateway.relay.policies import PolicyView, fold
 from turnfold.gateway.relay.settings import Settings
@@ -48,7 +49,8 @@ class Relay:
         self.settings = settings
         self.view = PolicyView()
         self.engines = [
-            VllmWeights(url, timeout_s=settings.weight_update_timeout_s) for url in settings.engines
+            weights_of(settings.engine_kind, url, timeout_s=settings.weight_update_timeout_s)
+            for url in settings.engines
         ]
         self.broker = create_broker(settings, self._on_event)
         self._news = asyncio.Event()
@@ -108,12 +110,16 @@ class Relay:
         if self.view.newest is newest and not self.view.is_newest_served:
             await self._publish_served(newest)
 
-    async def _bring_up(self, engine: VllmWeights, policy: PolicyPublished) -> bool:
+    async def _bring_up(self, engine: EngineWeights, policy: PolicyPublished) -> bool:
         """Whether the engine serves the policy now."""
         version = await engine.version()
         if version is None:
             log.warning("engine %s does not answer", engine.url)
             return False
+        known = self.view.policy_of(version)
+        if engine.loaded_uri is None and known is not None:
+            # Loaded by a relay before this one, which may not have lived to let the engine go on.
+            await engine.adopt(known.weights_uri)
         is_same_load = engine.loaded_uri in (None, policy.weights_uri)
         if version == str(policy.policy_version) and is_same_load:
             return True
@@ -143,9 +149,7 @@ class Relay:
             log.error("policy %d: cannot say that it is served: %s", policy.policy_version, error)
             return
         # Known at once, so that the next look does not publish it a second time.
-        self.view = PolicyView(
-            newest=self.view.newest, served=served, next_offset=self.view.next_offset
-        )
+        self.view = self.view.after_serving(served)
 
 
 def create_broker(settings: Settings, on_event: Any) -> KafkaBroker:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
 from turnfold.gateway import metrics
-from turnfold.gateway.calls import Answer
+from turnfold.gateway.calls import Answer, AnswerHead, AnswerPiece
 from turnfold.gateway.client import EventLog, UnknownRollout
 from turnfold.gateway.rollouts.state import RolloutState
 from turnfold.schemas.events import Event, RolloutStarted, TurnCompleted
 
 
 class Flight:
-    """A turn being made, and how many clients wait for it."""
+    """A turn being made, how many clients wait for it, and what can be read of it so far.
+
+    Each client reads `pieces` from the beginning, at its own pace.
+    """
 
     def __init__(
         self, session_id: str, request_digest: str, idempotency_key: str, harness: str = ""
@@ -29,6 +32,36 @@ class Flight:
         self.num_waiting = 0
         self.stage: Literal["planning", "sampling", "recording", "recorded"] = "planning"
         self.is_abandoned = False
+        self.head: AnswerHead | None = None
+        """Known once the prompt is planned; None in a turn that is not told while it is made."""
+        self.pieces: list[AnswerPiece] = []
+        """Of the reply, in order, as far as it was told."""
+        self._news = asyncio.Event()
+
+    @property
+    def is_landed(self) -> bool:
+        """Whether the turn is made, or has failed."""
+        return self.task is not None and self.task.done()
+
+    def begin(self, head: AnswerHead) -> None:
+        """The reply is about to be told piece by piece."""
+        self.head = head
+
+    def tell(self, pieces: Sequence[AnswerPiece]) -> None:
+        """More of the reply."""
+        if pieces:
+            self.pieces += pieces
+            self.wake()
+
+    def wake(self) -> None:
+        """Have those look who wait for news."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def news(self, num_known: int) -> None:
+        """Return when there are more pieces than these, or the turn is landed."""
+        while len(self.pieces) <= num_known and not self.is_landed:
+            await self._news.wait()
 
     def abandon(self) -> None:
         """Nobody wants the answer: stop, unless the sample is there already."""

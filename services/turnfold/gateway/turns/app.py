@@ -6,21 +6,24 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from turnfold.gateway import metrics
 from turnfold.gateway.backends.engine import EngineError, Engines, GenerateRequest, Generation
-from turnfold.gateway.calls import Answer, CallParams, ModelCall, request_digest
+from turnfold.gateway.calls import Answer, AnswerHead, CallParams, ModelCall, request_digest
 from turnfold.gateway.client import LogUnavailable, UnknownRollout
 from turnfold.gateway.keys import SessionKey
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
 from turnfold.gateway.refusals import Kind, Refusal, invalid
 from turnfold.gateway.rollouts.app import Entry, Flight, RolloutStore
 from turnfold.gateway.rollouts.state import RecordedTurn, recorded_turn
+from turnfold.gateway.tracing import step_span
 from turnfold.gateway.turns import steps
 from turnfold.gateway.turns.pinning import pin_nonces
+from turnfold.gateway.turns.sampling.app import LiveReader, sample
+from turnfold.gateway.turns.sampling.reply import LiveReply, token_logprobs
 from turnfold.history.errors import NonlinearHistory, RenderError
 from turnfold.history.heal import PromptPlan, plan_prompt
 from turnfold.history.render import Renderer
@@ -40,6 +43,13 @@ class CallContext(Wire, frozen=True, kw_only=True):
     """The client says that it sends this request again."""
     harness: str = ""
     """The client by its own account."""
+
+
+class _Sampled(NamedTuple):
+    generation: Generation
+    parsed: ParsedReply
+    engine_s: float
+    """Time that the engine took, in seconds."""
 
 
 class ModelCalls:
@@ -154,6 +164,7 @@ class ModelCalls:
 
         def landed(task: asyncio.Task[Answer]) -> None:
             entry.flights.discard(flight)
+            flight.wake()
             if not task.cancelled():
                 task.exception()  # a client that left does not ask for it
 
@@ -180,18 +191,14 @@ class ModelCalls:
         params = steps.effective_params(call.params, started)
         _refuse_beyond_turn_limit(entry)
         call = await self._continued(entry, flight.session_id, call)
-        plan = await self._plan(entry, flight.session_id, call)
+        with step_span("plan_prompt") as span:
+            plan = await self._plan(entry, flight.session_id, call)
+            span.set_attribute("turnfold.continuity", plan.continuity)
+            span.set_attribute("turnfold.num_prompt_tokens", plan.num_prompt_tokens)
         request = await self._request(entry, flight.session_id, plan, params, turn_id)
-        generation, engine_s = await self._sample(entry, flight, request)
-        parsed = await asyncio.to_thread(
-            steps.parse_generation,
-            generation,
-            plan,
-            self.renderer,
-            self.reply_format,
-            bool(call.tools) and call.is_calling_allowed,
-            call.tools or (),
-        )
+        with step_span("sample", turn_id=turn_id):
+            sampled = await self._sample(flight, call, plan, request)
+        generation, parsed, engine_s = sampled.generation, sampled.parsed, sampled.engine_s
         event = steps.turn_event(
             rollout_id=started.rollout_id,
             session_id=flight.session_id,
@@ -262,6 +269,7 @@ class ModelCalls:
                     call.tools,
                     mode=entry.state.started.history_mode,
                     nonlinear=entry.state.started.nonlinear,
+                    rewrites=entry.state.started.rewrites,
                 )
             except NonlinearHistory as error:
                 return error
@@ -287,15 +295,53 @@ class ModelCalls:
         return steps.generate_request(turn_id, affinity, plan, params, max_tokens)
 
     async def _sample(
-        self, entry: Entry, flight: Flight, request: GenerateRequest
-    ) -> tuple[Generation, float]:
+        self, flight: Flight, call: ModelCall, plan: PromptPlan, request: GenerateRequest
+    ) -> _Sampled:
         if flight.is_abandoned:
             raise EngineError("aborted", "nobody waits for the answer")
         begun = self._clock()
         flight.stage = "sampling"
-        generation = await self.engines.generate(request)
+        if call.is_streamed:
+            return await self._sample_live(flight, call, plan, request, begun)
+        generation = await sample(self.engines, request, self.renderer)
         flight.stage = "recording"
-        return generation, self._clock() - begun
+        engine_s = self._clock() - begun
+        parsed = await asyncio.to_thread(
+            steps.parse_generation, generation, plan, self.renderer, self.reply_format, call
+        )
+        return _Sampled(generation, parsed, engine_s)
+
+    async def _sample_live(
+        self,
+        flight: Flight,
+        call: ModelCall,
+        plan: PromptPlan,
+        request: GenerateRequest,
+        begun: float,
+    ) -> _Sampled:
+        """The same, told while it is sampled: clients of the flight see the text as it comes."""
+        situation = steps.situation_of(plan, self.renderer, self.reply_format, call)
+        reply = LiveReply(
+            self.renderer,
+            self.reply_format.begin(situation),
+            stops=request.params.stop,
+            turn_id=request.request_id,
+            has_logprobs=call.has_logprobs,
+        )
+        flight.begin(
+            AnswerHead(
+                turn_id=request.request_id,
+                created=int(begun),
+                model=call.model,
+                num_prompt_tokens=plan.num_prompt_tokens,
+            )
+        )
+        async with LiveReader(reply, flight.tell) as reader:
+            generation = await sample(self.engines, request, self.renderer, reader.on_tokens)
+            flight.stage = "recording"
+            engine_s = self._clock() - begun
+            await reader.finish(generation)
+        return _Sampled(generation, reply.parsed, engine_s)
 
     async def _record(
         self, entry: Entry, flight: Flight, event: TurnCompleted, has_logprobs: bool
@@ -304,7 +350,8 @@ class ModelCalls:
             # Closed while the engine was at work: a turn after the end would count for nothing.
             _refuse_closed(entry)
             event = _as_it_turned_out(entry.state.session(flight.session_id), event)
-            await self.store.events.append(event)
+            with step_span("log.append", turn_id=event.turn_id):
+                await self.store.events.append(event)
             entry.state.apply(event)
             flight.stage = "recorded"
         return await self._answer(recorded_turn(event), event.output_ids, has_logprobs)
@@ -320,7 +367,9 @@ class ModelCalls:
             return steps.answer_of(turn)
         # Each token is decoded by itself: not on the event loop.
         logprobs = await asyncio.to_thread(
-            steps.token_logprobs, output_ids, turn.logprobs, self.renderer
+            lambda: tuple(
+                token_logprobs(output_ids.tolist(), turn.logprobs.tolist(), self.renderer)
+            )
         )
         return steps.answer_of(turn, logprobs)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from turnfold.gateway.backends.engine import GenerateRequest, Generation
 from turnfold.gateway.calls import Answer, CallParams, ModelCall, TokenLogprob, biasing_params
-from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
+from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat, Situation, reply_of
 from turnfold.gateway.refusals import ContextLengthExceeded, invalid
 from turnfold.gateway.rollouts.state import RecordedTurn
 from turnfold.history.heal import PromptPlan
 from turnfold.history.render import Renderer
 from turnfold.schemas.events import RolloutStarted, Sampling, TurnCompleted
-from turnfold.schemas.messages import ChatMessage, Tool
-from turnfold.schemas.wire import Logprobs, TokenIds
+from turnfold.schemas.messages import ChatMessage
+from turnfold.schemas.wire import TokenIds
 
 _PROMPT_END_TOKENS = 8
 """Enough to see whether the prompt ends inside a thinking block."""
@@ -102,45 +102,66 @@ def generate_request(
     )
 
 
+def situation_of(
+    plan: PromptPlan, renderer: Renderer, reply_format: ReplyFormat, call: ModelCall
+) -> Situation:
+    """What the prompt and the request say about the reply to come."""
+    prompt_end = renderer.decode(plan.prompt_ids[-_PROMPT_END_TOKENS:])
+    return Situation(
+        is_calling_allowed=bool(call.tools) and call.is_calling_allowed,
+        is_reasoning_open=reply_format.is_reasoning_open(prompt_end),
+        tools=call.tools or (),
+    )
+
+
 def parse_generation(
     generation: Generation,
     plan: PromptPlan,
     renderer: Renderer,
     reply_format: ReplyFormat,
-    is_calling_allowed: bool,
-    tools: tuple[Tool, ...] = (),
+    call: ModelCall,
 ) -> ParsedReply:
     """The parts of the sampled text, in time linear in it."""
-    prompt_end = renderer.decode(plan.prompt_ids[-_PROMPT_END_TOKENS:])
-    is_reasoning_open = reply_format.is_reasoning_open(prompt_end)
-    text = sampled_text(generation, renderer)
-    return reply_format.parse(text, is_calling_allowed, is_reasoning_open, tools)
+    situation = situation_of(plan, renderer, reply_format, call)
+    parser = reply_format.begin(situation)
+    return reply_of([*parser.feed(sampled_text(generation, renderer)), *parser.end()])
 
 
 def sampled_text(generation: Generation, renderer: Renderer) -> str:
     """The output as text, without the stop token or the stop sequence that ended it."""
     ids = generation.output_ids.array
-    if generation.finish_reason != "stop":
-        return renderer.decode(ids)
-    if isinstance(generation.stop_reason, str):
-        text, _, _ = renderer.decode(ids).partition(generation.stop_reason)
-        return text
-    last = int(ids[-1])
-    is_stop_token = last == generation.stop_reason or (
-        generation.stop_reason is None and last in renderer.special_ids
-    )
-    return renderer.decode(ids[:-1] if is_stop_token else ids)
+    text = renderer.decode(ids[: len(ids) - ends_with_stop_token(generation, renderer.special_ids)])
+    is_cut = isinstance(generation.stop_reason, str) and bool(generation.stop_reason)
+    return text.partition(str(generation.stop_reason))[0] if is_cut else text
+
+
+def ends_with_stop_token(generation: Generation, special_ids: Collection[int]) -> bool:
+    """Whether the last token ended the reply and is no part of its text."""
+    if generation.finish_reason != "stop" or isinstance(generation.stop_reason, str):
+        return False
+    last = int(generation.output_ids.array[-1])
+    is_end = generation.stop_reason is None and last in special_ids
+    return is_end or last == generation.stop_reason
 
 
 def reply_message(parsed: ParsedReply, turn_id: str) -> ChatMessage:
     """The reply as recorded and as the client gets it, call ids included."""
     calls = tuple(
-        msgspec.structs.replace(call, id=f"call_{turn_id[:22]}{index:02d}")
+        msgspec.structs.replace(call, id=call_id(turn_id, index))
         for index, call in enumerate(parsed.tool_calls)
     )
     return ChatMessage(
         role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
     )
+
+
+def call_id(turn_id: str, index: int) -> str:
+    """Id of the reply's call with this number.
+
+    >>> call_id("0123456789abcdef0123456789abcdef", 3)
+    'call_0123456789abcdef01234503'
+    """
+    return f"call_{turn_id[:22]}{index:02d}"
 
 
 def turn_event(
@@ -190,15 +211,4 @@ def answer_of(turn: RecordedTurn, logprobs: tuple[TokenLogprob, ...] | None = No
         num_prompt_tokens=turn.num_prompt_tokens,
         num_output_tokens=len(turn.logprobs),
         logprobs=logprobs,
-    )
-
-
-def token_logprobs(
-    output_ids: TokenIds, logprobs: Logprobs, renderer: Renderer
-) -> tuple[TokenLogprob, ...]:
-    """Text and logprob of each sampled token, the stop token included."""
-    ids = output_ids.array
-    return tuple(
-        TokenLogprob(text=renderer.decode(ids[i : i + 1]), logprob=logprob)
-        for i, logprob in enumerate(logprobs.tolist())
     )

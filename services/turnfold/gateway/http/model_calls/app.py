@@ -6,13 +6,17 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from turnfold.gateway import keys, metrics
 from turnfold.gateway.calls import Answer, ModelCall
 from turnfold.gateway.http.errors import error_response, refusal_of, request_id_headers
+from turnfold.gateway.http.limits import CallLimits
+from turnfold.gateway.http.model_calls.flight_events import FlightEvents
 from turnfold.gateway.http.requests import (
     api_key,
     harness,
@@ -25,6 +29,7 @@ from turnfold.gateway.protocols.protocol import CountingProtocol, ModelProtocol
 from turnfold.gateway.refusals import Refusal
 from turnfold.gateway.rollouts.app import Flight
 from turnfold.gateway.settings import Settings
+from turnfold.gateway.tracing import call_span, within
 from turnfold.gateway.turns.app import CallContext, ModelCalls
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -36,6 +41,11 @@ class ModelEndpoints:
     def __init__(self, calls: ModelCalls, settings: Settings) -> None:
         self.calls = calls
         self.settings = settings
+        self._limits = CallLimits(
+            calls_per_minute=settings.calls_per_minute,
+            calls_at_once=settings.calls_at_once,
+            clock=time.time,
+        )
 
     def model_call(self, protocol: ModelProtocol) -> Endpoint:
         """The endpoint that answers a call of the protocol."""
@@ -71,63 +81,78 @@ class ModelEndpoints:
         )
 
     async def _model_call(self, request: Request, protocol: ModelProtocol) -> Response:
-        context = self._context(request)
-        body = await read_body(request, self.settings.max_body_bytes)
-        call = await asyncio.to_thread(protocol.read_call, body)
-        flight = await self.calls.join(call, context)
-        is_handed_on = False
-        try:
+        context, request_id = self._context(request), request_id_of(request)
+        with ExitStack() as held:
+            held.enter_context(self._limits.call(context.key))
+            span = held.enter_context(call_span(protocol.NAME, request_id, request.headers))
+            body = await read_body(request, self.settings.max_body_bytes)
+            call = await asyncio.to_thread(protocol.read_call, body)
+            with within(span):
+                flight = await self.calls.join(call, context)
+            held.callback(self.calls.leave, flight)
             gone = asyncio.create_task(until_disconnected(request))
             try:
-                await _wait(flight, gone, self._patience_s(call))
+                await self._first_news(flight, gone, call)
             finally:
                 gone.cancel()
-            if flight.task is not None and flight.task.done():
-                return self._whole_response(request, protocol, call, _result(flight))
-            if gone.done() and not gone.cancelled():
+            if flight.is_landed:
+                answer = _result(flight)  # an error has its status while nothing is sent yet
+                if not call.is_streamed:
+                    body = protocol.answer_body(answer, call)
+                    return _json_bytes(body, request_id)
+            elif gone.done() and not gone.cancelled():
                 return Response(status_code=499)
-            is_handed_on = True
-            events = self._live_events(request, protocol, call, flight)
-            return _event_stream(events, request_id_of(request))
-        finally:
-            if not is_handed_on:
-                self.calls.leave(flight)
+            events = self._events(request_id, protocol, call, flight)
+            return _EventStream(events, request_id, held.pop_all())
 
-    def _patience_s(self, call: ModelCall) -> float | None:
-        """How long to wait for the turn before a stream is begun without it."""
-        return self.settings.stream_keepalive_s if call.is_streamed else None
+    async def _first_news(self, flight: Flight, gone: asyncio.Task[None], call: ModelCall) -> None:
+        """Return when there is something to answer with, or nobody to answer.
 
-    def _whole_response(
-        self, request: Request, protocol: ModelProtocol, call: ModelCall, answer: Answer
-    ) -> Response:
-        request_id = request_id_of(request)
-        if not call.is_streamed:
-            return _json_bytes(protocol.answer_body(answer, call), request_id)
-
-        async def events() -> AsyncIterator[bytes]:
-            for event in protocol.answer_events(answer, call):
-                yield event
-
-        return _event_stream(events(), request_id)
-
-    async def _live_events(
-        self, request: Request, protocol: ModelProtocol, call: ModelCall, flight: Flight
-    ) -> AsyncIterator[bytes]:
-        """Signs of life while the engine is silent, then the answer, or the error as an event."""
-        request_id = request_id_of(request)
+        A stream is begun without anything to say after a while, lest the client give up.
+        """
         assert flight.task is not None
+        if not call.is_streamed:
+            await asyncio.wait({flight.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return
+        news = asyncio.create_task(flight.news(num_known=0))
+        patience_s = self.settings.stream_keepalive_s
+        try:
+            await asyncio.wait(
+                {news, gone}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            news.cancel()
+
+    async def _events(
+        self, request_id: str, protocol: ModelProtocol, call: ModelCall, flight: Flight
+    ) -> AsyncIterator[bytes]:
+        """The answer as it comes, with signs of life while there is nothing to say, or the error.
+
+        What ends it is sent once the log has acknowledged the turn.
+        """
+        events = FlightEvents(protocol, call, flight)
+        loop = asyncio.get_running_loop()
+        silent_at = loop.time()
         metrics.IN_FLIGHT.inc()
         try:
-            while not flight.task.done():
-                yield protocol.KEEPALIVE
-                await asyncio.wait({flight.task}, timeout=self.settings.stream_keepalive_s)
-            for event in protocol.answer_events(_result(flight), call):
-                yield event
+            while not flight.is_landed:
+                due = events.due()
+                if not due:
+                    try:
+                        async with asyncio.timeout_at(silent_at):
+                            await flight.news(events.num_known)
+                        continue
+                    except TimeoutError:
+                        due = protocol.KEEPALIVE
+                yield due
+                silent_at = loop.time() + self.settings.stream_keepalive_s
+            if due := events.due():
+                yield due
+            yield events.end(_result(flight))
         except Exception as error:
-            yield protocol.error_event(refusal_of(error, request_id), request_id)
+            yield events.error(refusal_of(error, request_id), request_id)
         finally:
             metrics.IN_FLIGHT.dec()
-            self.calls.leave(flight)
 
 
 def request_id_of(request: Request) -> str:
@@ -151,11 +176,6 @@ def _told(endpoint: Endpoint, protocol: ModelProtocol) -> Endpoint:
     return told
 
 
-async def _wait(flight: Flight, gone: asyncio.Task[None], timeout_s: float | None) -> None:
-    assert flight.task is not None
-    await asyncio.wait({flight.task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
 def _result(flight: Flight) -> Answer:
     """The answer of a turn that is done. Raises what the turn raised."""
     assert flight.task is not None
@@ -170,10 +190,18 @@ def _json_bytes(body: bytes, request_id: str) -> Response:
     return Response(body, 200, request_id_headers(request_id), media_type="application/json")
 
 
-def _event_stream(events: AsyncIterator[bytes], request_id: str) -> Response:
-    headers = {
-        **request_id_headers(request_id),
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",
-    }
-    return StreamingResponse(events, 200, headers, media_type="text/event-stream")
+class _EventStream(StreamingResponse):
+    """A response in events; `held` is let go of when it is over, begun or not."""
+
+    def __init__(self, events: AsyncIterator[bytes], request_id: str, held: ExitStack) -> None:
+        headers = {
+            **request_id_headers(request_id),
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        super().__init__(events, 200, headers, media_type="text/event-stream")
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)

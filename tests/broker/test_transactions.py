@@ -230,6 +230,58 @@ def test_a_decision_is_carried_out_after_a_crash_at_any_later_step(
     harness.transactions.end("id", *producer, is_commit=is_commit)
 
 
+@pytest.mark.parametrize("is_next_producer", [False, True])
+@pytest.mark.parametrize("is_commit", [True, False])
+@pytest.mark.parametrize("survived_steps", range(5))
+def test_a_decision_is_carried_out_once_the_disk_is_no_longer_full(
+    harness: Harness,
+    make_batch: MakeBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    survived_steps: int,
+    is_commit: bool,
+    is_next_producer: bool,
+) -> None:
+    """The request fails at one of its steps; then it is repeated, or another producer begins."""
+    producer = harness.transactions.init_producer("id", 1000)
+    write(harness, make_batch, *producer)
+    steps = iter(range(survived_steps))
+
+    def full_after(function: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(*arguments: object, **keywords: object) -> None:
+            if next(steps, None) is None:
+                raise OSError("no space left on device")
+            function(*arguments, **keywords)
+
+        return wrapper
+
+    # The decision, a marker in each of two partitions, the offsets if it commits, the result.
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save_transaction", full_after(Store.save_transaction))
+        patch.setattr(Store, "commit_offsets", full_after(Store.commit_offsets))
+        for number in (0, 1):
+            log = harness.topics.partition("t", number)
+            patch.setattr(log, "append_marker", full_after(log.append_marker))
+        if survived_steps < 4 or is_commit:
+            with pytest.raises(OSError, match="no space"):
+                harness.transactions.end("id", *producer, is_commit=is_commit)
+    if is_next_producer:
+        producer = harness.transactions.init_producer("id", 1000)
+    else:
+        harness.transactions.end("id", *producer, is_commit=is_commit)
+
+    # What was not stored was not decided: the next producer finds it open, and aborts it.
+    is_committed = is_commit and not (is_next_producer and survived_steps == 0)
+    assert harness.committed() == ([OFFSET] if is_committed else [])
+    for number in (0, 1):
+        log = harness.topics.partition("t", number)
+        assert log.end_offset == 2  # the record and one marker
+        assert bool(log.producers.aborted) is not is_committed
+        assert not log.producers.open_transactions
+    write(harness, make_batch, *producer)
+    harness.transactions.end("id", *producer, is_commit=False)
+    assert harness.committed() == ([OFFSET] if is_committed else [])
+
+
 def test_a_producer_at_its_last_epoch_gets_a_new_id(harness: Harness) -> None:
     coordinator = harness.transactions
     producer_id, _ = coordinator.init_producer("id", 1000)

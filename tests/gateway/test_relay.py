@@ -251,7 +251,8 @@ def test_the_newest_policy_is_the_one_published_last() -> None:
 def test_what_an_engine_serves_is_one_of_the_last_two_policies() -> None:
     view = PolicyView()
     served = PolicyServed(run_id="r", policy_version=3)
-    for offset, event in enumerate([published(3, "a"), served, published(4, "b")]):
+    events: list[PolicyEvent] = [published(3, "a"), served, published(4, "b")]
+    for offset, event in enumerate(events):
         view = fold(view, offset, event)
     assert view.policy_of("3") == published(3, "a")
     assert view.policy_of("4") == published(4, "b")

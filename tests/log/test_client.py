@@ -122,7 +122,7 @@ async def test_a_reader_whose_fetching_has_ended_says_so_instead_of_giving_nothi
         assert await reader.poll() == []
 
         async def send(*_: object, **__: object) -> None:
-            # What uvloop raises, and aiokafka does not expect, when a connection is just closing.
+            # Any error that aiokafka does not expect of a connection ends its fetching for good.
             raise RuntimeError("the handler is closed")
 
         monkeypatch.setattr(reader._kafka._client, "send", send)

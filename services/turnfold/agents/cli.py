@@ -80,12 +80,7 @@ def worker(
         log_level=log_level,
     )
     config = load(RunConfig, os.environ)
-    run_service(
-        "worker",
-        lambda health, stop: run(settings, config, health, stop),
-        health_port=settings.health_port,
-        log_level=settings.log_level,
-    )
+    run_service("worker", lambda health, stop: run(settings, config, health, stop), settings)
 
 
 def asyncapi(

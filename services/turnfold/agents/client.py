@@ -25,7 +25,6 @@ import msgspec
 
 from turnfold.agents.deadlines import Deadlines
 from turnfold.agents.results import EnvironmentFailed, SetUpTimedOut
-from turnfold.log.resets import resets_are_transport_errors
 from turnfold.schemas import codec
 from turnfold.schemas.tasks import Task
 
@@ -143,13 +142,12 @@ class GatewayClient:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                with resets_are_transport_errors():
-                    response = await self._http.request(
-                        method,
-                        f"{self.url}{path}",
-                        content=content,
-                        headers={"content-type": codec.JSON},
-                    )
+                response = await self._http.request(
+                    method,
+                    f"{self.url}{path}",
+                    content=content,
+                    headers={"content-type": codec.JSON},
+                )
                 if not _is_worth_repeating(response):
                     return _body(response)
                 failure = GatewayError(_explained(response), status=response.status_code)

@@ -53,7 +53,7 @@ def serve_gateway(
                 ready_file=ready_file,
             )
 
-    run_service("gateway", body, health_port=settings.health_port, log_level=settings.log_level)
+    run_service("gateway", body, settings)
 
 
 def gateway_settings(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from turnfold.gateway.constraints import Constraint
 from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 from turnfold.schemas.wire import Wire
 
@@ -27,6 +28,20 @@ class CallParams(Wire, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+
+class ItemReference(Wire, frozen=True, kw_only=True):
+    """A part of an earlier reply by its id: `msg_`, `rs_` or `fc_` and the id of the turn."""
+
+    message: int
+    """Position of the message that it is a part of."""
+    item_id: str
+    kind: Literal["reasoning", "message", "function_call"]
+    turn_id: str
+    call_number: int = 0
+    """Which call of the reply. A call in the message with the id `item_id` keeps its place."""
+    at: str
+    """Where the reference stands in the request."""
 
 
 class ModelCall(Wire, frozen=True, kw_only=True):
@@ -53,6 +68,10 @@ class ModelCall(Wire, frozen=True, kw_only=True):
     """The agent wants no text of the reasoning, only the token that stands for it."""
     is_reasoning_sealed: bool = False
     """The agent wants the reasoning in an opaque token as well."""
+    constraints: tuple[Constraint, ...] = ()
+    """What the agent would hold the output to."""
+    references: tuple[ItemReference, ...] = ()
+    """Parts of messages that the agent names instead of sending them."""
     pinned: tuple[tuple[str, str], ...] = ()
     """Volatile nonces in the messages: (what came, what stands there instead)."""
 

@@ -51,9 +51,4 @@ def healer(
         health_port=health_port,
         log_level=log_level,
     )
-    run_service(
-        "healer",
-        lambda health, stop: run(settings, health, stop),
-        health_port=settings.health_port,
-        log_level=settings.log_level,
-    )
+    run_service("healer", lambda health, stop: run(settings, health, stop), settings)

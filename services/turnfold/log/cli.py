@@ -29,4 +29,4 @@ def serve(
     """Run a service until it ends or is told to; see `turnfold.log.service.run_service`."""
     from turnfold.log.service import run_service
 
-    run_service(name, body, health_port=settings.health_port, log_level=settings.log_level)
+    run_service(name, body, settings)

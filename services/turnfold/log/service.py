@@ -8,21 +8,32 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uvicorn
 from aiokafka.errors import ProducerFenced
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pythonjsonlogger.json import JsonFormatter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from turnfold.log.closed_connections import expect_closed_connections
+from turnfold.log.settings import ServiceSettings
 from turnfold.schemas.errors import UserError
 
 log = logging.getLogger("turnfold")
+
+
+_FORMATTERS = {
+    "text": logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"),
+    "json": JsonFormatter(
+        "{created}{levelname}{name}{message}",
+        style="{",
+        rename_fields={"created": "at", "levelname": "level", "name": "logger"},
+    ),
+}
 
 
 class Health:
@@ -44,39 +55,25 @@ Body = Callable[[Health, asyncio.Event], Awaitable[None]]
 """The work of a service: runs until the event is set, then finishes what it holds and returns."""
 
 
-def run_service(
-    name: str, body: Body, *, health_port: int | None = None, log_level: str = "INFO"
-) -> None:
+def run_service(name: str, body: Body, settings: ServiceSettings) -> None:
     """Run `body` until it returns, SIGTERM or SIGINT. Exits 1 with one line on a known error.
 
     A second signal ends the process at once. A broken invariant (any other exception) keeps its
     traceback and exits 1: the supervisor starts the process again and the log replays.
     """
-    configure_logging(log_level)
+    configure_logging(settings.log_level, settings.log_format)
     try:
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_run(name, body, health_port))
+        asyncio.run(_run(name, body, settings.health_port))
     except UserError as error:
         sys.exit(f"turnfold {name}: {error}")
 
 
-def configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
-    )
+def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_FORMATTERS[form])
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "httpx2", "httpcore", "openai", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which needs half the CPU for the same traffic, where there is one."""
-    try:
-        import uvloop
-    except ImportError:  # on Windows
-        return asyncio.new_event_loop()
-    expect_closed_connections()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 async def _run(name: str, body: Body, health_port: int | None) -> None:

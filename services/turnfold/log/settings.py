@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.wire import Wire
 
@@ -17,6 +19,8 @@ class ServiceSettings(Wire, frozen=True, kw_only=True):
     """Port of /healthz, /readyz and /metrics on host 0.0.0.0; none when unset."""
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
+    log_format: Literal["text", "json"] = "text"
+    """text for people, json for programs: one object a line."""
 
     @property
     def topics(self) -> Topics:

@@ -1,12 +1,13 @@
 """The transaction coordinator: which producer may write under a transactional id, and how its transaction ends.
 
 A transaction ends in three steps: the decision is stored, every partition gets a marker, and the result is
-stored (with the consumer offsets, if it commits). After a crash the first step tells what is left to do, and
-doing the second twice changes nothing.
+stored (with the consumer offsets, if it commits). After a crash, or when the disk was full, the first step
+tells what is left to do, and doing the second twice changes nothing.
 """
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -125,12 +126,15 @@ class TransactionCoordinator:
         self._save(transaction)
 
     def end(self, transactional_id: str, producer_id: int, epoch: int, *, is_commit: bool) -> None:
-        """Commit or abort. A repeated request is fine if it asks for what happened.
+        """Commit or abort. A repeated request is fine if it asks for what happened, or was decided.
 
         Raises Refused: INVALID_TXN_STATE if there is nothing to end, or it ended the other way.
         """
         transaction = self._owned(transactional_id, producer_id, epoch)
         if transaction.phase is (Phase.COMMITTED if is_commit else Phase.ABORTED):
+            return
+        if DECIDED.get(transaction.phase) is is_commit:
+            self._settle(transaction)
             return
         if transaction.phase is not Phase.ONGOING:
             verb = "commit" if is_commit else "abort"
@@ -167,6 +171,7 @@ class TransactionCoordinator:
         """Abort transactions that have been open for too long, and fence off their producers."""
         now_ms = self._now_ms()
         for transaction in self._transactions.values():
+            self._settle(transaction)
             is_late = now_ms - transaction.started_ms > transaction.timeout_ms
             if transaction.phase is Phase.ONGOING and is_late:
                 self._fence(transaction)
@@ -196,12 +201,14 @@ class TransactionCoordinator:
         return transaction
 
     def _open(self, transaction: Transaction) -> None:
+        self._settle(transaction)
         if transaction.phase is not Phase.ONGOING:
             transaction.phase = Phase.ONGOING
             transaction.started_ms = self._now_ms()
 
     def _fence(self, transaction: Transaction) -> None:
         """Give the id a new epoch, and abort what the old one left open."""
+        self._settle(transaction)
         transaction.epoch += 1
         if transaction.phase is Phase.ONGOING:
             self._finish(transaction, is_commit=False)
@@ -209,10 +216,19 @@ class TransactionCoordinator:
             transaction.phase = Phase.EMPTY
             self._save(transaction)
 
+    def _settle(self, transaction: Transaction) -> None:
+        """Carry out what was decided, if a full disk or a crash came in between."""
+        is_commit = DECIDED.get(transaction.phase)
+        if is_commit is not None:
+            self._finish(transaction, is_commit=is_commit)
+
     def _finish(self, transaction: Transaction, *, is_commit: bool) -> None:
-        """Decide, write the markers, and store the result."""
-        transaction.phase = Phase.COMMITTING if is_commit else Phase.ABORTING
-        self._save(transaction)
+        """Decide, write the markers, and store the result.
+
+        Any of it fails while the disk is full. What is not stored is not decided: only then is the phase
+        another one, and a repeated call takes up what is left.
+        """
+        self._save_as(transaction, phase=Phase.COMMITTING if is_commit else Phase.ABORTING)
         now_ms = self._now_ms()
         for topic, number in transaction.partitions:
             partition = self._topics.find_partition(topic, number)
@@ -222,13 +238,19 @@ class TransactionCoordinator:
                 )
         if is_commit and transaction.offsets:
             self._store.commit_offsets(transaction.offsets)
-        transaction.partitions = []
-        transaction.offsets = []
-        transaction.phase = Phase.COMMITTED if is_commit else Phase.ABORTED
-        self._save(transaction)
+        self._save_as(
+            transaction,
+            phase=Phase.COMMITTED if is_commit else Phase.ABORTED,
+            partitions=[],
+            offsets=[],
+        )
+
+    def _save_as(self, transaction: Transaction, **changes: Any) -> None:
+        """Change the transaction once the change is stored."""
+        self._save(msgspec.structs.replace(transaction, **changes))
+        for name, value in changes.items():
+            setattr(transaction, name, value)
 
     def _finish_after_crash(self) -> None:
         for transaction in self._transactions.values():
-            is_commit = DECIDED.get(transaction.phase)
-            if is_commit is not None:
-                self._finish(transaction, is_commit=is_commit)
+            self._settle(transaction)

@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-import msgspec
-
 from turnfold.schemas.batches import BatchCut, Decision
-from turnfold.schemas.decisions import DecisionLog
-from turnfold.schemas.events import Event, TurnCompleted
+from turnfold.schemas.dead_letters import DeadLetter
+from turnfold.schemas.decisions import DecisionLog, group_ids
+from turnfold.schemas.events import Event, RolloutFinished, TurnCompleted
+from turnfold.schemas.tasks import Task
 from turnfold.schemas.trajectories import Trajectory
 from turnfold.schemas.wire import Wire
 
-Conversation = tuple[tuple[bytes, bytes, bytes], ...]
-"""Token ids, mask and logprobs of each row."""
+AGAIN_HEADER = "chaos-again"
+"""Header of the records that were appended a second time on purpose."""
+
+Outcome = tuple[float | None, tuple[tuple[bytes, bytes, bytes], ...]]
+"""The reward, and token ids, mask and logprobs of each row."""
 
 
 class Left(Wire, frozen=True, kw_only=True):
     """What a run left behind in the log and elsewhere."""
 
-    acknowledged: tuple[tuple[str, str], ...]
+    acknowledged_turns: tuple[tuple[str, str], ...] = ()
     """(rollout_id, turn_id) of every answer that an agent got."""
+    acknowledged_rewards: tuple[tuple[str, float], ...] = ()
+    """(rollout_id, reward) of every rollout whose end was confirmed to its agent."""
     events: tuple[Event, ...]
     trajectories: tuple[Trajectory, ...]
     decisions: tuple[Decision, ...]
-    num_undisturbed: int
-    """Trajectories that were written before the first fault."""
+    tasks: tuple[Task, ...] = ()
+    dead_letters: tuple[DeadLetter, ...] = ()
+    num_rows: int = 1
+    """Rows of the data set."""
+    undisturbed: frozenset[str]
+    """Rollouts whose trajectory was written before the first fault."""
     max_staleness: int
     num_batches_trained: int
     num_steps: int
@@ -44,9 +53,36 @@ def lost_turns(left: Left) -> list[str]:
     return [
         f"rollout {rollout_id}, turn {turn_id}: acknowledged, {len(ids[rollout_id, turn_id])} in "
         "the log"
-        for rollout_id, turn_id in left.acknowledged
+        for rollout_id, turn_id in left.acknowledged_turns
         if len(ids[rollout_id, turn_id]) != 1
     ]
+
+
+def lost_rewards(left: Left) -> list[str]:
+    """Rewards that were confirmed to an agent and are not in the log."""
+    logged = {
+        (event.rollout_id, event.reward)
+        for event in left.events
+        if isinstance(event, RolloutFinished)
+    }
+    return [
+        f"rollout {rollout_id}: reward {reward} acknowledged, not in the log"
+        for rollout_id, reward in left.acknowledged_rewards
+        if (rollout_id, reward) not in logged
+    ]
+
+
+def num_resampled(left: Left) -> int:
+    """Requests that the log holds more than one answer to.
+
+    A gateway that was told neither yes nor no by the log asks the engine again when the request is
+    repeated; the turn that no agent saw is then an orphan.
+    """
+    turns: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for event in left.events:
+        if isinstance(event, TurnCompleted):
+            turns[event.rollout_id, event.idempotency_key].add(event.turn_id)
+    return sum(len(ids) > 1 for ids in turns.values())
 
 
 def doubled(left: Left) -> list[str]:
@@ -68,22 +104,64 @@ def doubled(left: Left) -> list[str]:
 
 
 def unequal_rows(left: Left) -> list[str]:
-    """Rollouts whose rows are not those of the same task before the first fault.
+    """Rollouts whose reward or rows are not those of their task before the first fault.
 
-    The engine's answer is a function of its prompt, so an undisturbed run gives each rollout of a
-    task the same tokens, masks and logprobs; a disturbed one must as well.
+    Engine and agent are functions of the prompt, of the task and of the place in the group. So an
+    undisturbed run gives rollout 2 of every group of a task the same tokens, masks, logprobs and
+    reward; a disturbed one must as well, or abort it.
     """
-    expected: dict[str, Conversation] = {}
-    found = []
-    for number, trajectory in enumerate(left.trajectories):
-        if trajectory.status != "completed":
-            continue
-        rows = _conversation(trajectory)
-        if number < left.num_undisturbed:
-            expected.setdefault(trajectory.task_id, rows)
-        if rows != expected.get(trajectory.task_id):
-            found.append(f"rollout {trajectory.rollout_id} has other rows than undisturbed")
+    completed = [t for t in left.trajectories if t.status == "completed"]
+    expected: dict[tuple[str, int], Outcome] = {}
+    for trajectory in completed:
+        if trajectory.rollout_id in left.undisturbed:
+            expected.setdefault((trajectory.task_id, trajectory.index), _outcome(trajectory))
+    return [
+        f"rollout {trajectory.rollout_id} has other rows or another reward than undisturbed"
+        for trajectory in completed
+        if _outcome(trajectory) != expected.get((trajectory.task_id, trajectory.index))
+    ]
+
+
+def wrong_tasks(left: Left) -> list[str]:
+    """Rows of the data set that were skipped, or dispatched twice in one attempt."""
+    attempts = Counter((task.epoch, task.cursor, task.attempt) for task in left.tasks)
+    found = [f"task {key} was dispatched {n} times" for key, n in attempts.items() if n > 1]
+    found += [
+        f"attempt {attempt} at task {epoch, cursor} follows no attempt {attempt - 1}"
+        for epoch, cursor, attempt in attempts
+        if attempt > 0 and (epoch, cursor, attempt - 1) not in attempts
+    ]
+    first = sorted((epoch, cursor) for epoch, cursor, attempt in attempts if attempt == 0)
+    expected = [divmod(number, left.num_rows) for number in range(len(first))]
+    found += [f"task {place} was skipped" for place in sorted({*expected} - {*first})]
+    indices = sorted(task.dispatch_index for task in left.tasks)
+    if indices != list(range(len(indices))):
+        found.append(f"groups were counted as {indices}")
     return found
+
+
+def lost_groups(left: Left) -> list[str]:
+    """Groups that were dispatched and are neither decided on nor complete and waiting."""
+    decided = {group_id for one in _accepted(left.decisions) for group_id in group_ids(one)}
+    ended = Counter(t.group_id for t in left.trajectories if t.revision == 0)
+    return [
+        f"group {task.group_id}: {ended[task.group_id]} of {task.n} rollouts have ended"
+        for task in left.tasks
+        if task.group_id not in decided and ended[task.group_id] < task.n
+    ]
+
+
+def refused_records(left: Left) -> list[str]:
+    """Records in the dead letters that nobody sent twice.
+
+    An event of a rollout that ended long ago, which the healer has forgotten, goes there when it is
+    delivered again.
+    """
+    return [
+        f"{letter.topic}/{letter.partition}@{letter.offset}: {letter.reason}"
+        for letter in left.dead_letters
+        if AGAIN_HEADER not in dict(letter.headers)
+    ]
 
 
 def beyond_staleness(left: Left) -> list[str]:
@@ -112,8 +190,12 @@ def wrong_steps(left: Left) -> list[str]:
 
 CHECKS = {
     "acknowledged turns are in the log exactly once": lost_turns,
+    "acknowledged rewards are in the log": lost_rewards,
     "no trajectory, batch or rollout is doubled": doubled,
-    "rows are those of the undisturbed run": unequal_rows,
+    "rows and rewards are those of the undisturbed run": unequal_rows,
+    "no task is skipped and none dispatched twice": wrong_tasks,
+    "every group is in a batch, dropped with a reason, or waiting": lost_groups,
+    "dead letters are only what was delivered again long after": refused_records,
     "staleness is within its bound": beyond_staleness,
     "optimizer steps are those of the configuration": wrong_steps,
 }
@@ -128,53 +210,8 @@ def _accepted(decisions: Iterable[Decision]) -> list[Decision]:
     ]
 
 
-def _conversation(trajectory: Trajectory) -> Conversation:
-    return tuple(
+def _outcome(trajectory: Trajectory) -> Outcome:
+    rows = tuple(
         (row.token_ids.data, row.loss_mask.data, row.logprobs.data) for row in trajectory.rows
     )
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """How a disturbed run went."""
-
-    seed: int
-    seconds: float = 0.0
-    faults: Counter[str] = msgspec.field(default_factory=Counter)
-    num_rollouts: int = 0
-    num_ended: Counter[str] = msgspec.field(default_factory=Counter)
-    """Trajectories by status."""
-    num_acknowledged: int = 0
-    num_redelivered: int = 0
-    """Events that were appended to the log a second time."""
-    num_batches: int = 0
-    num_dropped: Counter[str] = msgspec.field(default_factory=Counter)
-    """Groups by reason."""
-    problems: dict[str, list[str]] = {}
-    """What does not hold, by claim; an empty list is a claim that holds."""
-    replay: str = ""
-    """The verdict of the replay."""
-
-    @property
-    def num_faults(self) -> int:
-        return self.faults.total()
-
-    def lines(self) -> list[str]:
-        """The report for people, as Markdown."""
-        ended = ", ".join(f"{n:,} {status}" for status, n in sorted(self.num_ended.items()))
-        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.num_dropped.items()))
-        return [
-            f"seed {self.seed}: {self.num_faults} faults in {self.seconds:.0f} s; "
-            f"{self.num_rollouts:,} rollouts ({ended}), {self.num_acknowledged:,} acknowledged "
-            f"turns, {self.num_redelivered:,} events delivered again, {self.num_batches} batches, "
-            f"groups dropped: {dropped or 'none'}",
-            "",
-            "| fault | survived |",
-            "|---|---:|",
-            *(f"| {name} | {number} |" for name, number in sorted(self.faults.items())),
-            "",
-            *(
-                f"- {claim}: {'yes' if not wrong else f'NO, {len(wrong)}, such as {wrong[0]}'}"
-                for claim, wrong in self.problems.items()
-            ),
-            f"- replay: {self.replay}",
-        ]
+    return trajectory.reward, rows

@@ -134,7 +134,7 @@ def main() -> None:
         health.ready()
         await train(settings, config, stop)
 
-    run_service("trainer", body, log_level=settings.log_level)
+    run_service("trainer", body, settings)
 
 
 if __name__ == "__main__":

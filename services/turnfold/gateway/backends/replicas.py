@@ -27,7 +27,6 @@ from turnfold.gateway.backends.event_stream import END, EventData
 from turnfold.gateway.backends.placement import ranked
 from turnfold.gateway.backends.samples import check_prompt
 from turnfold.gateway.tracing import step_span, trace_headers
-from turnfold.log.resets import resets_are_transport_errors
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +179,7 @@ class ReplicatedEngines:
             raise
 
     async def _whole(self, client: httpx.AsyncClient, posted: httpx.Request) -> Generation:
-        with resets_are_transport_errors():
-            response = await client.send(posted)
+        response = await client.send(posted)
         if response.status_code != 200:
             raise self._error_of(response)
         return await asyncio.to_thread(self.dialect.read, response.content)
@@ -189,8 +187,7 @@ class ReplicatedEngines:
     async def _streamed(
         self, client: httpx.AsyncClient, posted: httpx.Request, on_tokens: OnTokens
     ) -> Generation:
-        with resets_are_transport_errors():
-            response = await client.send(posted, stream=True)
+        response = await client.send(posted, stream=True)
         try:
             if response.status_code != 200:
                 await response.aread()

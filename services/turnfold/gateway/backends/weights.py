@@ -12,7 +12,6 @@ from turnfold.gateway.backends.weights_directory import (
     check_fits,
     check_weights_directory,
 )
-from turnfold.log.resets import resets_are_transport_errors
 
 
 class UpdateFailed(Exception):
@@ -66,8 +65,7 @@ class EngineControl:
     async def get(self, path: str) -> bytes | None:
         """The body of a 200; None when the engine does not answer with one in 5 seconds."""
         try:
-            with resets_are_transport_errors():
-                response = await self._client.get(path, timeout=5.0)
+            response = await self._client.get(path, timeout=5.0)
         except httpx.HTTPError:
             return None
         return response.content if response.status_code == 200 else None
@@ -75,8 +73,7 @@ class EngineControl:
     async def post(self, path: str, **arguments: Any) -> bytes:
         """The body of a 200. Raises UpdateFailed naming the route and what it answered."""
         try:
-            with resets_are_transport_errors():
-                response = await self._client.post(path, **arguments)
+            response = await self._client.post(path, **arguments)
         except httpx.HTTPError as error:
             raise UpdateFailed(f"{self.url}{path}: {type(error).__name__}") from error
         if response.status_code != 200:

@@ -1,6 +1,7 @@
 """Anthropic messages: request to `ModelCall`, `Answer` to response or stream, errors.
 
-Every field that changes what is sampled is honoured or refused by name. `thinking` and
+Every field that changes what is sampled is honoured, refused by name, or, where it would constrain
+the output, kept as a constraint of the call. `thinking` and
 `output_config.effort` are wishes that only a model trained for them understands: whether this one
 thinks is for its template to say, and `thinking.display` decides what is shown of it. Fields that
 change nothing here (`metadata`, `service_tier`, `cache_control`, …) and fields that nobody knows
@@ -9,11 +10,13 @@ are ignored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from turnfold.gateway.calls import ModelCall
+from turnfold.gateway.constraints import Constraint
 from turnfold.gateway.protocols.anthropic_answer import PING
 from turnfold.gateway.protocols.anthropic_answer import answer_body as answer_body
 from turnfold.gateway.protocols.anthropic_answer import answer_events as answer_events
@@ -24,6 +27,7 @@ from turnfold.gateway.protocols.anthropic_content import read_conversation, read
 from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
+    constraining_fields,
     decode_request,
     refuse_unsupported,
     sampling_params,
@@ -49,6 +53,7 @@ class _Prompt(SamplingFields, kw_only=True):
     # Not supported; each would change what is sampled.
     container: Any = None
     mcp_servers: Any = None
+    # A constraint.
     output_format: Any = None
 
 
@@ -61,8 +66,13 @@ class _Request(_Prompt, kw_only=True):
 _UNSUPPORTED = {
     "container": "there is no code execution",
     "mcp_servers": "connect to them in the agent and offer their tools",
-    "output_format": "output is not constrained",
 }
+
+_FORCING = ("any", "tool")
+_FORCED = (
+    "tool_choice.type: expected `auto` or `none`; a call cannot be forced without constraining the "
+    "output"
+)
 
 _request_decoder = msgspec.json.Decoder(_Request)
 _prompt_decoder = msgspec.json.Decoder(_Prompt)
@@ -96,7 +106,6 @@ def read_count(body: bytes) -> ModelCall:
 
 def _prompt_call(request: _Prompt) -> ModelCall:
     refuse_unsupported(request, _UNSUPPORTED)
-    _refuse_constrained(request.output_config or {})
     _refuse_edits(request.context_management or {})
     return ModelCall(
         protocol=NAME,
@@ -104,16 +113,27 @@ def _prompt_call(request: _Prompt) -> ModelCall:
         messages=read_conversation(request.system, request.messages),
         tools=read_tools(request.tools or ()),
         is_calling_allowed=_is_calling_allowed(request.tool_choice or {"type": "auto"}),
+        constraints=tuple(_constraints(request)),
         is_reasoning_hidden=_is_reasoning_hidden(request.thinking or {"type": "disabled"}),
     )
 
 
-def _refuse_constrained(output_config: dict[str, Any]) -> None:
-    if output_config.get("format") is not None:
-        raise invalid(
-            "output_config.format is not supported: output is not constrained",
-            "output_config.format",
+def _constraints(request: _Prompt) -> Iterator[Constraint]:
+    choice = request.tool_choice or {}
+    if choice.get("disable_parallel_tool_use"):
+        yield Constraint(
+            field="tool_choice.disable_parallel_tool_use",
+            message="tool_choice.disable_parallel_tool_use is not supported: the model decides how "
+            "many calls it makes",
         )
+    if choice.get("type") in _FORCING:
+        yield Constraint(field="tool_choice.type", message=_FORCED)
+    if (request.output_config or {}).get("format") is not None:
+        yield Constraint(
+            field="output_config.format",
+            message="output_config.format is not supported: output is not constrained",
+        )
+    yield from constraining_fields(request, "output_format")
 
 
 def _refuse_edits(context_management: dict[str, Any]) -> None:
@@ -127,19 +147,9 @@ def _refuse_edits(context_management: dict[str, Any]) -> None:
 
 
 def _is_calling_allowed(tool_choice: dict[str, Any]) -> bool:
-    if tool_choice.get("disable_parallel_tool_use"):
-        raise invalid(
-            "tool_choice.disable_parallel_tool_use is not supported: the model decides how many "
-            "calls it makes",
-            "tool_choice.disable_parallel_tool_use",
-        )
-    if tool_choice.get("type") not in ("auto", "none"):
-        raise invalid(
-            "tool_choice.type: expected `auto` or `none`; a call cannot be forced without "
-            "constraining the output",
-            "tool_choice.type",
-        )
-    return bool(tool_choice["type"] == "auto")
+    if tool_choice.get("type") not in ("auto", "none", *_FORCING):
+        raise invalid(_FORCED, "tool_choice.type")
+    return bool(tool_choice["type"] != "none")
 
 
 def _is_reasoning_hidden(thinking: dict[str, Any]) -> bool:

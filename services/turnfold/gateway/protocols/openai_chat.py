@@ -1,26 +1,34 @@
 """OpenAI chat completions: request to `ModelCall`, `Answer` to response or stream, errors.
 
-Every field that changes what is sampled is honoured or refused by name. Fields that change nothing
+Every field that changes what is sampled is honoured, refused by name, or, where it would constrain
+the output, kept as a constraint of the call. Fields that change nothing
 here (`user`, `metadata`, `store`, …) and fields that nobody knows are ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from turnfold.gateway.calls import CallParams, ModelCall
+from turnfold.gateway.constraints import Constraint
 from turnfold.gateway.protocols.openai_chat_answer import answer_body as answer_body
 from turnfold.gateway.protocols.openai_chat_answer import answer_events as answer_events
 from turnfold.gateway.protocols.openai_chat_answer import begin_stream as begin_stream
 from turnfold.gateway.protocols.openai_chat_answer import error_body as error_body
 from turnfold.gateway.protocols.openai_chat_answer import error_event as error_event
-from turnfold.gateway.protocols.openai_choices import is_calling_allowed, refuse_single_calls
+from turnfold.gateway.protocols.openai_choices import (
+    call_constraints,
+    form_constraint,
+    is_calling_allowed,
+)
 from turnfold.gateway.protocols.openai_messages import read_messages, read_tools
 from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
+    constraining_fields,
     decode_request,
     refuse_unsupported,
     sampling_params,
@@ -51,9 +59,10 @@ class _Request(SamplingFields, kw_only=True):
     # Accepted with the one value that changes nothing, refused by name otherwise.
     n: int | None = None
     top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    # Constraints, except for the value that changes nothing.
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
     # Not supported; each would change what is sampled.
     functions: Any = None
     function_call: Any = None
@@ -86,6 +95,7 @@ def read_call(body: bytes) -> ModelCall:
         is_streamed=bool(request.stream),
         is_usage_streamed=bool(options and options.include_usage),
         has_logprobs=bool(request.logprobs),
+        constraints=tuple(_constraints(request)),
     )
 
 
@@ -95,14 +105,14 @@ def _refuse_unsupported(request: _Request) -> None:
         raise invalid(f"n: expected 1, got {request.n}; start one rollout for each sample", "n")
     if request.top_logprobs not in (None, 0):
         raise invalid("top_logprobs is not supported: only the sampled token's", "top_logprobs")
-    refuse_single_calls(request.parallel_tool_calls)
-    if (request.response_format or {}).get("type", "text") != "text":
-        raise invalid(
-            "response_format: only `text` is supported: output is not constrained",
-            "response_format",
-        )
     if set(request.modalities or ()) - {"text"}:
         raise invalid("modalities: only `text` is generated", "modalities")
+
+
+def _constraints(request: _Request) -> Iterator[Constraint]:
+    yield from call_constraints(request.tool_choice, request.parallel_tool_calls)
+    yield from form_constraint(request.response_format, "response_format")
+    yield from constraining_fields(request)
 
 
 def _params(request: _Request) -> CallParams:

@@ -112,10 +112,10 @@ def read_tools(tools: Iterable[dict[str, Any]]) -> tuple[Tool, ...]:
 
 
 def _tool(tool: dict[str, Any], at: str) -> Tool:
-    if tool.get("type") != "function":
-        raise invalid(
-            f"{at}.type: {tool.get('type')!r} is not supported: only `function` is", f"{at}.type"
-        )
+    # Some clients leave the type out, as there is no other.
+    kind = tool.get("type", "function" if "function" in tool else None)
+    if kind != "function":
+        raise invalid(f"{at}.type: {kind!r} is not supported: only `function` is", f"{at}.type")
     function = tool.get("function")
     if function is None:
         function = {name: value for name, value in tool.items() if name != "type"}

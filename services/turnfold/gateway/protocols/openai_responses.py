@@ -2,19 +2,25 @@
 
 The id of a response is that of its turn, so `previous_response_id` names a turn of the session and
 the log is the store: `store` makes no difference. Every other field that changes what is sampled is
-honoured or refused by name. `reasoning` and `text.verbosity` are wishes that only a model trained
+honoured, refused by name, or, where it would constrain the output, kept as a constraint. `reasoning` and `text.verbosity` are wishes that only a model trained
 for them understands. Fields that change nothing here (`user`, `metadata`, …) and fields that nobody
 knows are ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from turnfold.gateway.calls import CallParams, ModelCall
-from turnfold.gateway.protocols.openai_choices import is_calling_allowed, refuse_single_calls
+from turnfold.gateway.constraints import Constraint
+from turnfold.gateway.protocols.openai_choices import (
+    call_constraints,
+    form_constraint,
+    is_calling_allowed,
+)
 from turnfold.gateway.protocols.openai_items import read_flat_tools, read_input
 from turnfold.gateway.protocols.openai_responses_answer import ID_PREFIX
 from turnfold.gateway.protocols.openai_responses_answer import answer_body as answer_body
@@ -25,6 +31,7 @@ from turnfold.gateway.protocols.openai_responses_answer import error_event as er
 from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
+    constraining_fields,
     decode_request,
     refuse_unsupported,
     sampling_params,
@@ -53,10 +60,12 @@ class _Request(SamplingFields, kw_only=True):
     stop: str | list[str] | None = None
     include: list[str] | None = None
     # Accepted with the one value that changes nothing, refused by name otherwise.
-    parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
+    # Constraints, except for the value that changes nothing.
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    response_format: Any = None
     # Not supported; each would change what is sampled, or how it is asked for.
     background: Any = None
     context_management: Any = None
@@ -65,7 +74,6 @@ class _Request(SamplingFields, kw_only=True):
     messages: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
-    response_format: Any = None
 
 
 _UNSUPPORTED = {
@@ -76,7 +84,6 @@ _UNSUPPORTED = {
     "messages": "use `input`",
     "max_tokens": "use `max_output_tokens`",
     "max_completion_tokens": "use `max_output_tokens`",
-    "response_format": "output is not constrained",
 }
 
 _decoder = msgspec.json.Decoder(_Request)
@@ -106,6 +113,7 @@ def read_call(body: bytes) -> ModelCall:
         is_streamed=bool(request.stream),
         has_logprobs=_LOGPROBS in include,
         is_reasoning_sealed=_SEALED in include,
+        constraints=tuple(_constraints(request)),
     )
 
 
@@ -116,7 +124,6 @@ def read_count(body: bytes) -> ModelCall:
 
 def _refuse_unsupported(request: _Request) -> None:
     refuse_unsupported(request, _UNSUPPORTED)
-    refuse_single_calls(request.parallel_tool_calls)
     if request.top_logprobs not in (None, 0):
         raise invalid("top_logprobs is not supported: only the sampled token's", "top_logprobs")
     if request.truncation not in (None, "disabled"):
@@ -124,11 +131,12 @@ def _refuse_unsupported(request: _Request) -> None:
             "truncation: only `disabled` is supported: the history is the agent's to edit",
             "truncation",
         )
-    form = (request.text or {}).get("format") or {"type": "text"}
-    if not isinstance(form, dict) or form.get("type") != "text":
-        raise invalid(
-            "text.format: only `text` is supported: output is not constrained", "text.format"
-        )
+
+
+def _constraints(request: _Request) -> Iterator[Constraint]:
+    yield from call_constraints(request.tool_choice, request.parallel_tool_calls)
+    yield from form_constraint((request.text or {}).get("format"), "text.format")
+    yield from constraining_fields(request, "response_format")
 
 
 def _turn_id(response_id: str | None) -> str:

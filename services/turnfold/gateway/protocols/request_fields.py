@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from turnfold.gateway.calls import CallParams
+from turnfold.gateway.constraints import Constraint
 from turnfold.gateway.refusals import invalid
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -29,37 +30,37 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     chat_template: Any = None
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
+    stop_token_ids: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    best_of: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
+    # Extras that would constrain the output.
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    stop_token_ids: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
     bad_words: Any = None
-    best_of: Any = None
-    echo: Any = None
-    prompt_logprobs: Any = None
 
 
 _UNSUPPORTED_EXTRAS = {
     "chat_template": "the model's own template is used",
     "chat_template_kwargs": "the model's own template is used as it is",
     "continue_final_message": "each call opens a new assistant message",
-    "structured_outputs": "output is not constrained",
-    "guided_json": "output is not constrained",
-    "guided_regex": "output is not constrained",
-    "guided_choice": "output is not constrained",
-    "guided_grammar": "output is not constrained",
     "stop_token_ids": "use `stop`",
     "min_tokens": "the model decides where it stops",
     "ignore_eos": "the model decides where it stops",
-    "bad_words": "output is not constrained",
     "best_of": "one choice is sampled",
     "echo": "the prompt is not repeated",
     "prompt_logprobs": "logprobs are given for sampled tokens",
 }
+
+_CONSTRAINING_EXTRAS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "bad_words",
+)  # fmt: skip
 
 
 def decode_request(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
@@ -79,8 +80,23 @@ def decode_request(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
 def refuse_unsupported(request: SamplingFields, unsupported: Mapping[str, str]) -> None:
     """Raise Refusal for a field that is given and not supported; `unsupported` says why, by name."""
     for name, why in {**unsupported, **_UNSUPPORTED_EXTRAS}.items():
-        if getattr(request, name) not in (None, False, [], {}):
+        if _is_given(request, name):
             raise invalid(f"{name} is not supported: {why}", name, "unsupported_parameter")
+
+
+def constraining_fields(request: SamplingFields, *names: str) -> Iterator[Constraint]:
+    """Those of the fields, and of the extras, that would constrain the output."""
+    for name in (*names, *_CONSTRAINING_EXTRAS):
+        if _is_given(request, name):
+            yield Constraint(
+                field=name,
+                message=f"{name} is not supported: output is not constrained",
+                code="unsupported_parameter",
+            )
+
+
+def _is_given(request: SamplingFields, name: str) -> bool:
+    return getattr(request, name) not in (None, False, [], {})
 
 
 def sampling_params(

@@ -39,7 +39,7 @@ def run_relay(environment: Mapping[str, str], **options: Any) -> None:
     async def body(health: Health, stop: asyncio.Event) -> None:
         await Relay(settings).run(health, stop)
 
-    run_service("relay", body, health_port=settings.health_port, log_level=settings.log_level)
+    run_service("relay", body, settings)
 
 
 class Relay:

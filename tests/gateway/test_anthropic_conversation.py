@@ -66,6 +66,8 @@ def tool_result(message: Any, text: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.field_case("NeMo Gym#1336")
+@pytest.mark.field_case("verifiers TrainClient")
 async def test_tool_conversation_with_thinking_is_one_sequence(
     gateway: Any, rollout: Any, client: Any, is_streamed: bool
 ) -> None:
@@ -165,6 +167,7 @@ async def test_both_protocols_make_one_conversation(
     assert [t.continuity for t in turns] == ["first", "extended", "extended"]
 
 
+@pytest.mark.field_case("miles#1714")
 async def test_an_answer_that_was_lost_leaves_the_conversation_whole(
     gateway: Any, rollout: Any, client: Any
 ) -> None:
@@ -266,6 +269,7 @@ async def test_the_count_is_the_length_of_the_prompt(
     assert len(gateway.engine.requests) == 3  # counting samples nothing
 
 
+@pytest.mark.field_case("claude-code#68900")
 async def test_a_volatile_header_does_not_break_the_conversation(
     gateway: Any, rollout: Any, client: Any
 ) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from turnfold.gateway.calls import Answer
+from turnfold.gateway.constraints import refuse_unenforced
 from turnfold.gateway.protocols.anthropic_messages import (
     answer_body,
     answer_events,
@@ -28,9 +29,17 @@ def read(**body: Any) -> Any:
 
 
 def refusal(**body: Any) -> Refusal:
+    """Of the request itself, or of what would constrain the output."""
     with pytest.raises(Refusal) as caught:
-        read(**body)
+        refuse_unenforced(read(**body).constraints, "refuse")
     return caught.value
+
+
+def unenforced(**body: Any) -> list[str]:
+    """Fields that are left aside where the gateway may."""
+    constraints = read(**body).constraints
+    refuse_unenforced(constraints, "ignore")
+    return [constraint.field for constraint in constraints]
 
 
 def test_blocks_become_canonical_messages() -> None:
@@ -143,6 +152,7 @@ def test_a_failed_tool_result_says_so(content: str | None, seen: str) -> None:
 
 
 @pytest.mark.parametrize("shown", ["", "hm", " hm\n"])
+@pytest.mark.field_case("litellm#26916")
 def test_reasoning_comes_back_to_the_byte_in_its_signature(shown: str) -> None:
     block = {"type": "thinking", "thinking": shown, "signature": seal(" hm\n")}
     call = read(messages=[USER, {"role": "assistant", "content": [block]}, USER])
@@ -272,6 +282,22 @@ def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], param: s
     assert refused.status == 400
     assert refused.param == param
     assert param in refused.message
+
+
+@pytest.mark.parametrize("kind", ["any", "tool"])
+def test_what_would_constrain_the_output_can_be_left_aside(kind: str) -> None:
+    choice = {"type": kind, "name": "f", "disable_parallel_tool_use": True}
+    given = {"output_config": {"format": {"type": "json_schema"}}, "output_format": {"type": "x"}}
+    assert unenforced(tool_choice=choice, **given) == [
+        "tool_choice.disable_parallel_tool_use",
+        "tool_choice.type",
+        "output_config.format",
+        "output_format",
+    ]
+    assert read(tool_choice=choice).is_calling_allowed
+    assert unenforced(tool_choice={"type": "none"}, output_config={"effort": "low"}) == []
+    with pytest.raises(Refusal, match=r"tool_choice\.type"):
+        unenforced(tool_choice={"type": "sometimes"})
 
 
 def test_a_request_without_a_token_limit_is_refused_but_counted() -> None:

@@ -168,6 +168,7 @@ async def test_error_answers_are_told_apart(
     await engines.aclose()
 
 
+@pytest.mark.field_case("miles#2030")
 async def test_an_engine_that_never_answers_is_given_up_and_told_so(
     engine: ScriptedEngine, eventually: Any
 ) -> None:

@@ -113,6 +113,13 @@ async def test_a_body_beyond_the_limit_is_refused(stack: Any) -> None:
     assert error_of(response, 413)["code"] == "too_large"
 
 
+@pytest.mark.field_case("verifiers#1504")
+async def test_a_large_body_of_what_changes_nothing_is_no_obstacle(gateway: Any) -> None:
+    rollout = await gateway.start_rollout()
+    response = await post(gateway, rollout, metadata={"screenshot": "x" * 25_000_000})
+    assert response.status_code == 200
+
+
 async def test_a_full_context_is_refused_before_the_engine(gateway: Any) -> None:
     wide = await gateway.start_rollout()
     await post(gateway, wide)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from turnfold.gateway.calls import Answer, biasing_params, request_digest
+from turnfold.gateway.constraints import refuse_unenforced
 from turnfold.gateway.protocols.openai_chat import (
     answer_body,
     answer_events,
@@ -22,9 +23,17 @@ def read(**body: Any) -> Any:
 
 
 def refusal(**body: Any) -> Refusal:
+    """Of the request itself, or of what would constrain the output."""
     with pytest.raises(Refusal) as caught:
-        read(**body)
+        refuse_unenforced(read(**body).constraints, "refuse")
     return caught.value
+
+
+def unenforced(**body: Any) -> list[str]:
+    """Fields that are left aside where the gateway may."""
+    constraints = read(**body).constraints
+    refuse_unenforced(constraints, "ignore")
+    return [constraint.field for constraint in constraints]
 
 
 def test_messages_become_canonical() -> None:
@@ -63,6 +72,7 @@ def test_messages_become_canonical() -> None:
     assert list(call.messages[2].tool_calls[0].arguments) == ["y", "x"]
 
 
+@pytest.mark.field_case("NeMo Gym#1545")
 def test_tools_are_kept_as_they_came_and_flat_ones_are_nested() -> None:
     assert read(tools=[TOOL]).tools == (TOOL,)
     flat = {"type": "function", "name": "f", "parameters": {}}
@@ -140,6 +150,7 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
     ],
 )
+@pytest.mark.field_case("NeMo Gym#1545")
 def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], param: str) -> None:
     refused = refusal(**body)
     assert refused.param is not None
@@ -147,6 +158,30 @@ def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], param: s
     assert refused.status == 400
     assert not refused.is_retriable
     assert param.rpartition(".")[2].partition("[")[0] in refused.message
+
+
+@pytest.mark.parametrize("choice", ["sometimes", 7, ["auto"]])
+def test_a_tool_choice_that_means_nothing_is_refused_whatever_the_policy(choice: Any) -> None:
+    with pytest.raises(Refusal, match="tool_choice"):
+        unenforced(tool_choice=choice)
+
+
+def test_what_would_constrain_the_output_can_be_left_aside() -> None:
+    names = unenforced(
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        parallel_tool_calls=False,
+        response_format={"type": "json_schema", "json_schema": {}},
+        guided_regex="a+",
+    )
+    assert names == ["tool_choice", "parallel_tool_calls", "response_format", "guided_regex"]
+    assert unenforced(tool_choice="none", response_format={"type": "text"}) == []
+    assert read(tool_choice="required").is_calling_allowed
+
+
+def test_a_tool_without_a_type_is_a_function() -> None:
+    (tool,) = read(tools=[{"function": {"name": "f"}}]).tools
+    assert tool == {"type": "function", "function": {"name": "f"}}
+    assert refusal(tools=[{"name": "f"}]).param == "tools[0].type"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import json
 import time
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from turnfold.gateway.parsing import qwen
 from turnfold.gateway.parsing.arguments import parse_arguments
 from turnfold.gateway.parsing.detection import UnknownFormat, reply_format_of
-from turnfold.gateway.parsing.replies import ParsedReply
+from turnfold.gateway.parsing.replies import ParsedReply, Situation, reply_of
 
 
 def parse(text: str, *, is_open: bool = False) -> ParsedReply:
@@ -50,6 +51,18 @@ def test_values_keep_the_type_the_model_wrote() -> None:
         call('{"name": "f", "arguments": {"s": "{\\"a\\":1}", "n": null, "t": "null", "f": 1.0}}')
     )
     assert reply.tool_calls[0].arguments == {"s": '{"a":1}', "n": None, "t": "null", "f": 1.0}
+
+
+@pytest.mark.field_case("vllm#22885")
+@pytest.mark.parametrize("piece_len", [1, 2, 7, 1000])
+def test_the_last_braces_of_nested_arguments_are_kept(piece_len: int) -> None:
+    arguments = '{"a": {"b": {"c": "}"}}, "d": {}}'
+    text = "On it.\n" + call(f'{{"name": "f", "arguments": {arguments}}}')
+    parser = qwen.FORMAT.begin(Situation(is_calling_allowed=True))
+    pieces = [text[at : at + piece_len] for at in range(0, len(text), piece_len)]
+    found = [part for piece in pieces for part in parser.feed(piece)]
+    (made,) = reply_of([*found, *parser.end()]).tool_calls
+    assert made.arguments == json.loads(arguments)
 
 
 def test_a_thinking_block_opened_by_the_prompt_is_reasoning() -> None:

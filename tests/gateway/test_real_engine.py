@@ -50,6 +50,7 @@ async def converse(rollout: Any, *, is_streamed: bool, num_turns: int) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.field_case("sglang#26555")
 async def test_random_text_is_healed_into_one_sequence(
     stack: Any, untrained: Path, inference: ServerProcess, is_streamed: bool
 ) -> None:

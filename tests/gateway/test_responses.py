@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from turnfold.gateway.calls import Answer, TokenLogprob
+from turnfold.gateway.constraints import refuse_unenforced
 from turnfold.gateway.protocols.openai_responses import (
     answer_body,
     answer_events,
@@ -14,8 +15,11 @@ from turnfold.gateway.protocols.openai_responses import (
 )
 from turnfold.gateway.protocols.sealed_reasoning import seal
 from turnfold.gateway.refusals import Refusal
-from turnfold.gateway.turns.steps import continued_call
+from turnfold.gateway.rollouts.state import RecordedTurn, recorded_turn
+from turnfold.gateway.turns.steps import continued_call, resolved_call
+from turnfold.schemas.events import TurnCompleted
 from turnfold.schemas.messages import ChatMessage, ToolCall
+from turnfold.schemas.wire import Logprobs, TokenIds
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {}, "strict": True}
@@ -26,9 +30,17 @@ def read(**body: Any) -> Any:
 
 
 def refusal(**body: Any) -> Refusal:
+    """Of the request itself, or of what would constrain the output."""
     with pytest.raises(Refusal) as caught:
-        read(**body)
+        refuse_unenforced(read(**body).constraints, "refuse")
     return caught.value
+
+
+def unenforced(**body: Any) -> list[str]:
+    """Fields that are left aside where the gateway may."""
+    constraints = read(**body).constraints
+    refuse_unenforced(constraints, "ignore")
+    return [constraint.field for constraint in constraints]
 
 
 def called(call_id: str, **arguments: Any) -> dict[str, Any]:
@@ -196,6 +208,7 @@ def test_fields_that_change_nothing_are_ignored() -> None:
             "input[0].content[0]",
         ),
         ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
@@ -211,6 +224,79 @@ def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], param: s
     assert refused.status == 400
     assert refused.param == param
     assert param in refused.message
+
+
+def test_what_would_constrain_the_output_can_be_left_aside() -> None:
+    names = unenforced(
+        tool_choice={"type": "allowed_tools", "mode": "required", "tools": []},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_object"}},
+        response_format={"type": "json_object"},
+    )
+    assert names == ["tool_choice", "parallel_tool_calls", "text.format", "response_format"]
+    assert unenforced(tool_choice="auto", parallel_tool_calls=True, text={"verbosity": "low"}) == []
+    assert read(tool_choice="required").is_calling_allowed
+
+
+TURN = "0123456789abcdef0123456789abcdef"
+
+
+def test_a_reference_holds_the_place_of_the_item_that_it_names() -> None:
+    call = read(
+        instructions="be brief",
+        input=[
+            USER,
+            {"type": "item_reference", "id": f"rs_{TURN}"},
+            {"id": f"fc_{TURN}_1"},
+            called("c2", x=1),
+            {"type": "function_call_output", "call_id": "c2", "output": "3"},
+            {"type": "item_reference", "id": f"msg_{TURN}"},
+        ],
+    )
+    assert [m.role for m in call.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [(r.message, r.kind, r.call_number) for r in call.references] == [
+        (2, "reasoning", 0),
+        (2, "function_call", 1),
+        (4, "message", 0),
+    ]
+    said_then = ChatMessage(
+        role="assistant",
+        content="done",
+        reasoning="hm",
+        tool_calls=tuple(ToolCall(name=n, arguments={}, id=n) for n in ("f0", "f1")),
+    )
+    resolved = resolved_call(call, {TURN: recorded(said_then)}.get)
+    assert resolved.messages[2].reasoning == "hm"
+    assert [c.id for c in resolved.messages[2].tool_calls] == ["f1", "c2"]
+    assert resolved.messages[4].content == "done"
+    assert not resolved.references
+
+
+@pytest.mark.parametrize("item_id", [f"rs_{TURN}", f"fc_{TURN}_1", f"msg_{TURN[::-1]}"])
+def test_a_reference_to_what_was_not_said_is_refused(item_id: str) -> None:
+    call = read(input=[USER, {"type": "item_reference", "id": item_id}])
+    silent = recorded(ChatMessage(role="assistant", content="x"))
+    with pytest.raises(Refusal) as caught:
+        resolved_call(call, {TURN: silent}.get)
+    assert caught.value.param == "input[1]"
+    assert item_id in caught.value.message
+
+
+def recorded(reply: ChatMessage) -> RecordedTurn:
+    """A turn of which nothing but the reply matters."""
+    return recorded_turn(
+        TurnCompleted(
+            rollout_id="r",
+            event_id=TURN,
+            session_id="s",
+            turn_id=TURN,
+            prompt_tail=TokenIds.of([1]),
+            output_ids=TokenIds.of([2]),
+            logprobs=Logprobs.of([-0.5]),
+            num_prompt_tokens=1,
+            reply=reply,
+        )
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"input": ' + b"[" * 100_000])

@@ -52,6 +52,7 @@ async def assert_one_sequence(stack: Any, rollout: Any, replies: list[Reply]) ->
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.field_case("NeMo Gym#1787")
 async def test_tool_conversation_with_reasoning_is_one_sequence(
     gateway: Any, is_streamed: bool
 ) -> None:
@@ -341,3 +342,74 @@ async def test_the_sdk_raises_an_error_event(stack: Any) -> None:
     with pytest.raises(openai.APIError, match="scripted failure"):
         async for _ in stream:
             pass
+
+
+def references_to(response: Any) -> list[Any]:
+    return [{"type": "item_reference", "id": item.id} for item in response.output]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_items_that_are_only_named_are_those_of_the_log(
+    gateway: Any, is_streamed: bool
+) -> None:
+    rollout = await gateway.start_rollout()
+    replies = [
+        gateway.says(f"<think>\nhm \n</think>\n\nLooking.\n{CALL}\n{CALL}"),
+        gateway.says("the code is 2"),
+        gateway.says("bye"),
+    ]
+    gateway.engine.script(*replies)
+    history = list(QUESTION)
+    first = await ask(rollout, history, is_streamed=is_streamed, tools=TOOLS)
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "2"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    assert len(outputs) == 2
+    history += [*references_to(first), *outputs]
+    second = await ask(rollout, history, is_streamed=is_streamed, tools=TOOLS)
+    history += [*references_to(second), {"role": "user", "content": "thanks"}]
+    other = await gateway.start_gateway()
+    moved = gateway.rollout(f"{other}/v1", rollout.rollout_id, rollout.api_key)
+    await ask(moved, history, is_streamed=is_streamed, tools=TOOLS)
+    turns = await assert_one_sequence(gateway, rollout, replies)
+    assert [t.continuity for t in turns] == ["first", "extended", "extended"]
+    assert [[m.role for m in t.new_messages] for t in turns[1:]] == [["tool", "tool"], ["user"]]
+
+
+async def test_an_item_of_another_session_is_not_found(gateway: Any) -> None:
+    first = await ask(await gateway.start_rollout(), QUESTION, is_streamed=False)
+    stranger = await gateway.start_rollout()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(stranger, [*QUESTION, *references_to(first)], is_streamed=False)
+    assert caught.value.param == "input[1]"
+    assert caught.value.code == "item_not_found"
+
+
+async def test_a_response_is_given_again_as_it_was_recorded(gateway: Any) -> None:
+    other = await gateway.start_gateway()
+    rollout = await gateway.start_rollout()
+    gateway.engine.script(gateway.says(f"<think>\nhm\n</think>\n\nLooking.\n{CALL}"))
+    include: list[Any] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    given = await ask(rollout, QUESTION, is_streamed=False, tools=TOOLS, include=include)
+    moved = gateway.rollout(f"{other}/v1", rollout.rollout_id, rollout.api_key)
+    for asking in (rollout, moved):
+        again = await asking.client.responses.retrieve(given.id, include=include)
+        for name in ("id", "model", "status", "output", "usage", "created_at"):
+            assert getattr(again, name) == getattr(given, name), name
+    streamed = await rollout.client.responses.retrieve(given.id, stream=True, include=include)
+    events = [event async for event in streamed]
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output == given.output
+    assert len(gateway.engine.requests) == 1
+
+
+@pytest.mark.parametrize("response_id", ["resp_unknown", "chatcmpl-1"])
+async def test_a_response_that_nobody_gave_is_not_found(gateway: Any, response_id: str) -> None:
+    rollout = await gateway.start_rollout()
+    with pytest.raises(openai.NotFoundError) as caught:
+        await rollout.client.responses.retrieve(response_id)
+    assert response_id in caught.value.message
+    with pytest.raises(openai.AuthenticationError):
+        await rollout.client.with_options(api_key="x").responses.retrieve(response_id)

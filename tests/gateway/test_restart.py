@@ -4,6 +4,8 @@ import asyncio
 import itertools
 from typing import Any
 
+import pytest
+
 from turnfold.gateway.testing import gateway_process, running_gateway
 
 MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
@@ -80,6 +82,7 @@ async def test_rollouts_given_up_by_the_cache_come_back(stack: Any) -> None:
         assert [t.continuity for t in turns] == ["first", "extended"]
 
 
+@pytest.mark.field_case("miles#888")
 async def test_a_killed_gateway_loses_no_answered_turn(stack: Any) -> None:
     options = [
         "--bootstrap", stack.bootstrap, "--namespace", stack.settings.namespace,

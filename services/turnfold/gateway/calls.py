@@ -30,13 +30,16 @@ class CallParams(Wire, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
+ItemKind = Literal["reasoning", "message", "function_call"]
+
+
 class ItemReference(Wire, frozen=True, kw_only=True):
     """A part of an earlier reply by its id: `msg_`, `rs_` or `fc_` and the id of the turn."""
 
     message: int
     """Position of the message that it is a part of."""
     item_id: str
-    kind: Literal["reasoning", "message", "function_call"]
+    kind: ItemKind
     turn_id: str
     call_number: int = 0
     """Which call of the reply. A call in the message with the id `item_id` keeps its place."""

@@ -20,6 +20,11 @@ REPEATED = Counter(
 MALFORMED_CALLS = Counter(
     "turnfold_gateway_malformed_calls", "Tool calls left in the content as text.", ["reason"]
 )
+UNENFORCED = Counter(
+    "turnfold_gateway_unenforced_constraints",
+    "Turns sampled freely though the request would constrain the output, by field.",
+    ["field"],
+)
 DIFFERENCES = Counter(
     "turnfold_gateway_history_differences",
     "Differences between the client's history and the stored one, by cause.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnfold.gateway.backends.engine import EngineKind
+from turnfold.gateway.constraints import UnenforcedPolicy
 from turnfold.log.settings import ServiceSettings
 from turnfold.schemas.events import HistoryMode, NonlinearPolicy, RewritePolicy
 
@@ -42,6 +43,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     glm, gpt_oss, minimax, reasoning or plain; found from the chat template when unset."""
     pinned_patterns: tuple[str, ...] = (r"\bcch=([0-9a-zA-Z]+);",)
     """What changes in system text from call to call and means nothing, one group around it."""
+    unenforced: UnenforcedPolicy = "refuse"
+    """What to do with a request to constrain the output: `refuse` it by name, or `ignore` that
+    part, sample freely and say so."""
     engine_timeout_s: float = 600.0
     """Longest wait for one reply of an engine."""
     max_body_bytes: int = 64 * 1024 * 1024

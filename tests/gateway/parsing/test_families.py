@@ -208,6 +208,7 @@ def test_an_argument_may_hold_the_markers_of_its_family(name: str, text: str, cl
         ("gpt_oss", "<|start|>assistant<|channel|>commentary to=functions.ls<|message|>{}<|call|>", "<|start|>assistant<|channel|>commentary to=functions.ls<|message|>{]<|call|>", "bad_json", "{]"),
     ],
 )  # fmt: skip
+@pytest.mark.field_case("renderers#22")
 def test_a_malformed_call_degrades_alone(
     name: str, good: str, bad: str, reason: str, left: str | None
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_call_cut_by_the_length_limit_is_reported_and_stays_text(name: str, te
         ("mistral", "[THINK]hm", "[TOOL_CALLS]ls[ARGS]{}"),
     ],
 )
+@pytest.mark.field_case("vllm#39056")
 class TestACallInsideTheThinking:
     """The three ways a reply goes on after it."""
 

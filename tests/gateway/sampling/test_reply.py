@@ -330,7 +330,7 @@ def test_responses_events_put_together_are_the_plain_response(
         for kind in ("reasoning", "message"):
             assert item_text(output, kind) == item_text(plain["output"], kind)
         assert of_kind(output, "function_call") == of_kind(plain["output"], "function_call")
-        assert said_again(read_input([user(), *output])) == said(answer)
+        assert said_again(read_input([user(), *output]).messages) == said(answer)
         if len(output) == len(plain["output"]):
             assert output == plain["output"]
 

@@ -73,6 +73,7 @@ class Gateway:
             renderer=model.renderer,
             reply_format=reply_format,
             pins=compile_pins(settings.pinned_patterns),
+            unenforced=settings.unenforced,
             clock=time.time,
             new_id=_new_id,
         )
@@ -130,6 +131,9 @@ def create_app(gateway: Gateway) -> Starlette:
         rollout = f"{prefix}/rollouts/{{rollout_id}}"
         routes += [Route(f"{prefix}/{path}", posted[path], methods=["POST"]) for path in posted]
         routes += [
+            Route(
+                f"{prefix}/responses/{{response_id}}", models.recorded_response(openai_responses)
+            ),
             Route(f"{prefix}/models", http.list_models),
             Route(f"{prefix}/models/{{model:path}}", http.show_model),
             Route(f"{prefix}/rollouts", http.start, methods=["POST"]),

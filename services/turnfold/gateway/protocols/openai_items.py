@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+from turnfold.gateway.calls import ItemKind, ItemReference
 from turnfold.gateway.parsing.arguments import parse_arguments
 from turnfold.gateway.protocols.openai_messages import ROLES, text_of
 from turnfold.gateway.protocols.sealed_reasoning import unseal
@@ -16,10 +17,18 @@ _CALL, _END = 2, 3
 _PLACES = {"reasoning": 0, "message": 1, "function_call": _CALL}
 """Order of the items that an assistant's turn is made of."""
 
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
+_ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc)_(?P<turn>[0-9a-f]{32})(?:_(?P<number>\d{1,6}))?")
+_KINDS: dict[str, ItemKind] = {"rs": "reasoning", "msg": "message", "fc": "function_call"}
 
 
-def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
+class Input(NamedTuple):
+    """What the items say, and which parts of it are only named."""
+
+    messages: tuple[ChatMessage, ...]
+    references: tuple[ItemReference, ...]
+
+
+def read_input(given: str | list[dict[str, Any]]) -> Input:
     """Canonical messages; raises Refusal naming the item and field that is not understood.
 
         message user "a"           user       a
@@ -30,11 +39,12 @@ def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
 
     What an assistant says in one turn is several items, in the order reasoning, message, calls; an
     item that breaks the order begins the next assistant message, unless its id says that it is of
-    the same turn.
+    the same turn. A reference is an empty part in the place of the item that it names.
     """
     if isinstance(given, str):
-        return (ChatMessage(role="user", content=given),)
+        return Input((ChatMessage(role="user", content=given),), ())
     turns: list[list[ChatMessage]] = []
+    references: list[ItemReference] = []
     last_place, last_turn = _END, ""
     for i, item in enumerate(given):
         part, place, turn = _part(item, f"input[{i}]"), _place(item), _turn(item)
@@ -43,20 +53,49 @@ def read_input(given: str | list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
             turns[-1].append(part)
         else:
             turns.append([part])
+        if _is_reference(item):
+            references.append(_reference(item, f"input[{i}]", len(turns) - 1))
         last_place, last_turn = (place, turn) if part.role == "assistant" else (_END, "")
-    return tuple(map(_joined, turns))
+    return Input(tuple(map(_joined, turns)), tuple(references))
 
 
 def _turn(item: dict[str, Any]) -> str:
     """The turn that the item was sampled in, when its id is one of ours."""
     found = _ITEM_ID.fullmatch(str(item.get("id")))
-    return found.group(1) if found else ""
+    return found["turn"] if found else ""
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    """OpenAI lets clients leave the type of a reference out."""
+    return item.get("type") == "item_reference" or item.keys() - {"type"} == {"id"}
+
+
+def _reference(item: dict[str, Any], at: str, message: int) -> ItemReference:
+    found = _ITEM_ID.fullmatch(str(item.get("id")))
+    if found is None:
+        raise invalid(f"{at}: Item with id {item.get('id')!r} not found.", at, "item_not_found")
+    return ItemReference(
+        message=message,
+        item_id=found[0],
+        kind=_KINDS[found["kind"]],
+        turn_id=found["turn"],
+        call_number=int(found["number"] or 0),
+        at=at,
+    )
+
+
+def _kind(item: dict[str, Any]) -> str:
+    """What the item is, or what the item is that it names."""
+    if _is_reference(item):
+        found = _ITEM_ID.fullmatch(str(item.get("id")))
+        return _KINDS[found["kind"]] if found else ""
+    return str(item.get("type", "message"))
 
 
 def _place(item: dict[str, Any]) -> int:
     """Where the item stands in the turn of an assistant; items of others stand before it."""
     is_others = item.get("role", "assistant") != "assistant"
-    return -1 if is_others else _PLACES.get(item.get("type", "message"), -1)
+    return -1 if is_others else _PLACES.get(_kind(item), -1)
 
 
 def _joined(parts: list[ChatMessage]) -> ChatMessage:
@@ -72,6 +111,8 @@ def _joined(parts: list[ChatMessage]) -> ChatMessage:
 
 
 def _part(item: dict[str, Any], at: str) -> ChatMessage:
+    if _is_reference(item):
+        return _named(item, at)
     match item.get("type", "message"):
         case "message":
             return _message(item, at)
@@ -85,14 +126,17 @@ def _part(item: dict[str, Any], at: str) -> ChatMessage:
                 content=text_of(item.get("output"), f"{at}.output"),
                 tool_call_id=_field(item, "call_id", at),
             )
-        case "item_reference":
-            raise invalid(
-                f"{at}: an item_reference is not supported: send the item, or use "
-                "previous_response_id",
-                at,
-            )
         case kind:
             raise invalid(f"{at}.type: an item of type {kind!r} is not supported", f"{at}.type")
+
+
+def _named(item: dict[str, Any], at: str) -> ChatMessage:
+    """An empty part; a call holds its place among the others by its id."""
+    reference = _reference(item, at, 0)
+    if reference.kind == "function_call":
+        place = ToolCall(name="", arguments={}, id=reference.item_id)
+        return ChatMessage(role="assistant", tool_calls=(place,))
+    return ChatMessage(role="assistant")
 
 
 def _message(item: dict[str, Any], at: str) -> ChatMessage:

@@ -9,10 +9,11 @@ knows are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from turnfold.gateway.calls import CallParams, ModelCall
 from turnfold.gateway.constraints import Constraint
@@ -36,7 +37,7 @@ from turnfold.gateway.protocols.request_fields import (
     refuse_unsupported,
     sampling_params,
 )
-from turnfold.gateway.refusals import invalid
+from turnfold.gateway.refusals import Refusal, invalid
 from turnfold.schemas.messages import ChatMessage
 
 NAME = "openai_responses"
@@ -94,12 +95,13 @@ def read_call(body: bytes) -> ModelCall:
     request = decode_request(body, _decoder)
     _refuse_unsupported(request)
     previous_turn_id = _turn_id(request.previous_response_id)
-    messages = read_input([] if request.input is None else request.input)
+    messages, references = read_input([] if request.input is None else request.input)
     if not messages and not previous_turn_id:
         raise invalid("input: expected at least one item", "input")
     instructions = request.instructions or ""
     if instructions:
         messages = (ChatMessage(role="system", content=instructions), *messages)
+        references = tuple(replace(r, message=r.message + 1) for r in references)
     include = request.include or ()
     return ModelCall(
         protocol=NAME,
@@ -114,7 +116,30 @@ def read_call(body: bytes) -> ModelCall:
         has_logprobs=_LOGPROBS in include,
         is_reasoning_sealed=_SEALED in include,
         constraints=tuple(_constraints(request)),
+        references=references,
     )
+
+
+def read_retrieval(response_id: str, query: Iterable[tuple[str, str]]) -> tuple[str, ModelCall]:
+    """The turn whose response is asked for again, and the call that it answers as far as that can
+    be known: the log has what was said, not the form that it was asked in. Raises Refusal."""
+    options = list(query)
+    include = {value for name, value in options if name.partition("[")[0] == "include"}
+    if any(name == "starting_after" for name, _ in options):
+        raise invalid(
+            "starting_after is not supported: a stream is told from its start", "starting_after"
+        )
+    if not response_id.startswith(ID_PREFIX):
+        raise Refusal("not_found", f"Response with id {response_id!r} not found.")
+    call = ModelCall(
+        protocol=NAME,
+        model="",
+        messages=(),
+        is_streamed=("stream", "true") in options,
+        has_logprobs=_LOGPROBS in include,
+        is_reasoning_sealed=_SEALED in include,
+    )
+    return response_id.removeprefix(ID_PREFIX), call
 
 
 def read_count(body: bytes) -> ModelCall:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from turnfold.gateway.calls import Answer, AnswerHead, ModelCall
@@ -45,3 +45,12 @@ class CountingProtocol(ModelProtocol, Protocol):
 
     def count_body(self, num_prompt_tokens: int) -> bytes:
         """The number, as JSON."""
+
+
+class StoringProtocol(ModelProtocol, Protocol):
+    """A protocol in which an answer can be asked for again."""
+
+    def read_retrieval(
+        self, response_id: str, query: Iterable[tuple[str, str]]
+    ) -> tuple[str, ModelCall]:
+        """The turn that is meant, and the call that it answers. Raises Refusal."""

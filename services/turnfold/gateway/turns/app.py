@@ -14,6 +14,7 @@ from turnfold.gateway import metrics
 from turnfold.gateway.backends.engine import EngineError, Engines, GenerateRequest, Generation
 from turnfold.gateway.calls import Answer, AnswerHead, CallParams, ModelCall, request_digest
 from turnfold.gateway.client import LogUnavailable, UnknownRollout
+from turnfold.gateway.constraints import UnenforcedPolicy, refuse_unenforced
 from turnfold.gateway.keys import SessionKey
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
 from turnfold.gateway.refusals import Kind, Refusal, invalid
@@ -71,6 +72,7 @@ class ModelCalls:
         renderer: Renderer,
         reply_format: ReplyFormat,
         pins: Sequence[re.Pattern[str]] = (),
+        unenforced: UnenforcedPolicy = "refuse",
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -79,12 +81,14 @@ class ModelCalls:
         self.renderer = renderer
         self.reply_format = reply_format
         self._pins = pins
+        self._unenforced: UnenforcedPolicy = unenforced
         self._clock = clock
         self._new_id = new_id
         self._failures: set[asyncio.Task[None]] = set()
 
     async def join(self, call: ModelCall, context: CallContext) -> Flight:
         """The turn that answers the call: recorded, in the making, or begun now. Raises Refusal."""
+        refuse_unenforced(call.constraints, self._unenforced)
         self._refuse_unreadable_tools(call)
         call = pin_nonces(call, self._pins)
         digest = _digest(call)
@@ -101,6 +105,7 @@ class ModelCalls:
 
     async def count_prompt_tokens(self, call: ModelCall, context: CallContext) -> int:
         """Tokens of the prompt that the call would be answered from now. Raises Refusal."""
+        refuse_unenforced(call.constraints, self._unenforced)
         self._refuse_unreadable_tools(call)
         call = pin_nonces(call, self._pins)
         entry = await self._entry(context.key)
@@ -108,6 +113,21 @@ class ModelCalls:
         session_id = context.key.session_id
         call = await self._continued(entry, session_id, call)
         return (await self._plan(entry, session_id, call)).num_prompt_tokens
+
+    async def recorded_answer(
+        self, turn_id: str, context: CallContext, *, has_logprobs: bool = False
+    ) -> Answer:
+        """The answer of a turn of the session, as it was given. Raises Refusal."""
+        entry = await self._entry(context.key)
+        session_id = context.key.session_id
+        if entry.state.turn(session_id, turn_id) is None:
+            await self.store.catch_up(entry)
+        async with entry.lock(session_id):
+            entry.fold_foreign(session_id)
+            turn = entry.state.turn(session_id, turn_id)
+        if turn is None:
+            raise Refusal("not_found", f"Response with id 'resp_{turn_id}' not found.")
+        return await self._recorded_answer(entry, session_id, turn, has_logprobs)
 
     def leave(self, flight: Flight) -> None:
         """The client has its answer, or is gone."""
@@ -219,29 +239,30 @@ class ModelCalls:
         return answer
 
     async def _continued(self, entry: Entry, session_id: str, call: ModelCall) -> ModelCall:
-        """The call with the history of the turn that it names, if it names one."""
-        if not call.previous_turn_id:
+        """The call with the items and the history that it names, if it names any."""
+        if not call.previous_turn_id and not call.references:
             return call
-        continued = await self._continued_as_known(entry, session_id, call)
-        if continued is None:
+        try:
+            return await self._continued_as_known(entry, session_id, call)
+        except Refusal:  # of a turn that another gateway may have answered
             await self.store.catch_up(entry)
-            continued = await self._continued_as_known(entry, session_id, call)
-        if continued is None:
-            raise invalid(
-                f"Previous response with id 'resp_{call.previous_turn_id}' not found.",
-                "previous_response_id",
-                "previous_response_not_found",
-            )
-        return continued
+            return await self._continued_as_known(entry, session_id, call)
 
     async def _continued_as_known(
         self, entry: Entry, session_id: str, call: ModelCall
-    ) -> ModelCall | None:
+    ) -> ModelCall:
         async with entry.lock(session_id):
             entry.fold_foreign(session_id)
+            call = steps.resolved_call(call, lambda turn: entry.state.turn(session_id, turn))
+            if not call.previous_turn_id:
+                return call
             turn = entry.state.turn(session_id, call.previous_turn_id)
             if turn is None:
-                return None
+                raise invalid(
+                    f"Previous response with id 'resp_{call.previous_turn_id}' not found.",
+                    "previous_response_id",
+                    "previous_response_not_found",
+                )
             history = entry.state.session(session_id).history(turn.turn_id)
             return steps.continued_call(call, history, turn.has_instructions)
 
@@ -407,6 +428,8 @@ class ModelCalls:
         metrics.OVERHEAD_SECONDS.observe(overhead_s)
         for cause in plan.differences:
             metrics.DIFFERENCES.labels(cause).inc()
+        for name in event.unenforced:
+            metrics.UNENFORCED.labels(name).inc()
         for call in parsed.malformed:
             metrics.MALFORMED_CALLS.labels(call.reason).inc()
 

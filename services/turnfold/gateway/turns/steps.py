@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, assert_never
 
 import msgspec
 
 from turnfold.gateway.backends.engine import GenerateRequest, Generation
-from turnfold.gateway.calls import Answer, CallParams, ModelCall, TokenLogprob, biasing_params
+from turnfold.gateway.calls import (
+    Answer,
+    CallParams,
+    ItemReference,
+    ModelCall,
+    TokenLogprob,
+    biasing_params,
+)
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat, Situation, reply_of
 from turnfold.gateway.refusals import ContextLengthExceeded, invalid
 from turnfold.gateway.rollouts.state import RecordedTurn
@@ -36,6 +43,54 @@ def continued_call(
     own = int(call.has_instructions)
     messages = call.messages[:own] + inherited + call.messages[own:]
     return msgspec.structs.replace(call, messages=messages)
+
+
+def resolved_call(call: ModelCall, turn_of: Callable[[str], RecordedTurn | None]) -> ModelCall:
+    """The call with what its references name put in their place.
+
+        references  rs_t1, fc_t1_0, then the result of the call
+        result      assistant with the reasoning and the call of t1, tool
+
+    Raises Refusal for a reference to what was not said in this session.
+    """
+    messages = list(call.messages)
+    for reference in call.references:
+        turn = turn_of(reference.turn_id)
+        filled = None if turn is None else _filled(messages[reference.message], reference, turn)
+        if filled is None:
+            raise invalid(
+                f"{reference.at}: Item with id {reference.item_id!r} not found.",
+                reference.at,
+                "item_not_found",
+            )
+        messages[reference.message] = filled
+    return msgspec.structs.replace(call, messages=tuple(messages), references=())
+
+
+def _filled(
+    message: ChatMessage, reference: ItemReference, turn: RecordedTurn
+) -> ChatMessage | None:
+    """The message with the part of the reply; None when the reply has no such part."""
+    reply = turn.reply
+    match reference.kind:
+        case "reasoning":
+            if not reply.reasoning:
+                return None
+            return msgspec.structs.replace(message, reasoning=reply.reasoning)
+        case "message":
+            return msgspec.structs.replace(message, content=reply.content)
+        case "function_call":
+            if reference.call_number >= len(reply.tool_calls):
+                return None
+            called = reply.tool_calls[reference.call_number]
+            return msgspec.structs.replace(
+                message,
+                tool_calls=tuple(
+                    called if call.id == reference.item_id else call for call in message.tool_calls
+                ),
+            )
+        case _:
+            assert_never(reference.kind)
 
 
 def effective_params(params: CallParams, started: RolloutStarted) -> CallParams:
@@ -193,6 +248,7 @@ def turn_event(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
         pinned=call.pinned,
+        unenforced=tuple(constraint.field for constraint in call.constraints),
         has_instructions=call.has_instructions,
         **plan.event_fields(),
         **provenance,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -25,7 +26,7 @@ from turnfold.gateway.http.requests import (
     until_disconnected,
 )
 from turnfold.gateway.keys import SessionKey
-from turnfold.gateway.protocols.protocol import CountingProtocol, ModelProtocol
+from turnfold.gateway.protocols.protocol import CountingProtocol, ModelProtocol, StoringProtocol
 from turnfold.gateway.refusals import Refusal
 from turnfold.gateway.rollouts.app import Flight
 from turnfold.gateway.settings import Settings
@@ -68,6 +69,25 @@ class ModelEndpoints:
 
         return _told(counted, protocol)
 
+    def recorded_response(self, protocol: StoringProtocol) -> Endpoint:
+        """The endpoint that gives the answer of a turn again."""
+
+        async def given_again(request: Request) -> Response:
+            context, request_id = self._context(request), request_id_of(request)
+            turn_id, call = protocol.read_retrieval(
+                request.path_params["response_id"], request.query_params.multi_items()
+            )
+            answer = await self.calls.recorded_answer(
+                turn_id, context, has_logprobs=call.has_logprobs
+            )
+            if not call.is_streamed:
+                return _json_bytes(protocol.answer_body(answer, call), request_id)
+            body = b"".join(protocol.answer_events(answer, call))
+            headers = request_id_headers(request_id)
+            return Response(body, 200, headers, media_type="text/event-stream")
+
+        return _told(given_again, protocol)
+
     def session_key(self, request: Request) -> SessionKey:
         """Whose call it is. Raises KeyRefused."""
         return keys.verify(api_key(request), self.settings.key_secret, time.time())
@@ -99,11 +119,11 @@ class ModelEndpoints:
                 answer = _result(flight)  # an error has its status while nothing is sent yet
                 if not call.is_streamed:
                     body = protocol.answer_body(answer, call)
-                    return _json_bytes(body, request_id)
+                    return _json_bytes(body, request_id, _unenforced_header(call))
             elif gone.done() and not gone.cancelled():
                 return Response(status_code=499)
             events = self._events(request_id, protocol, call, flight)
-            return _EventStream(events, request_id, held.pop_all())
+            return _EventStream(events, request_id, held.pop_all(), _unenforced_header(call))
 
     async def _first_news(self, flight: Flight, gone: asyncio.Task[None], call: ModelCall) -> None:
         """Return when there is something to answer with, or nobody to answer.
@@ -186,15 +206,31 @@ def _result(flight: Flight) -> Answer:
     return flight.task.result()
 
 
-def _json_bytes(body: bytes, request_id: str) -> Response:
-    return Response(body, 200, request_id_headers(request_id), media_type="application/json")
+def _unenforced_header(call: ModelCall) -> dict[str, str]:
+    """What the request asked for and the answer was not held to."""
+    names = ", ".join(constraint.field for constraint in call.constraints)
+    return {"x-turnfold-unenforced": names} if names else {}
+
+
+def _json_bytes(
+    body: bytes, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
+) -> Response:
+    headers = {**request_id_headers(request_id), **headers}
+    return Response(body, 200, headers, media_type="application/json")
 
 
 class _EventStream(StreamingResponse):
     """A response in events; `held` is let go of when it is over, begun or not."""
 
-    def __init__(self, events: AsyncIterator[bytes], request_id: str, held: ExitStack) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        request_id: str,
+        held: ExitStack,
+        headers: Mapping[str, str],
+    ) -> None:
         headers = {
+            **headers,
             **request_id_headers(request_id),
             "cache-control": "no-cache",
             "x-accel-buffering": "no",

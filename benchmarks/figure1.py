@@ -1,26 +1,33 @@
 """A fixed number of optimizer steps a batch against mini-batches of a fixed number of rows.
 
-    python benchmarks/figure1.py --seeds 5 --batches 20 --png figure1.png
+    python benchmarks/figure1.py --seeds 0 1 2 3 4 --runs runs --png docs/figure1.png
 
-The toy task of `turnfold demo`, captured as a tree: a rollout that called its tool is two rows, the
-call and the answer, so that a batch has between one and two rows a rollout. The policy is trained
-with verl on two ways of cutting the same rollouts into mini-batches:
+The toy task of `turnfold demo`, with an agent that asks for its last answer one to six times from
+the same history and takes the majority. Captured as a tree, a rollout is the row of its call and
+one row for each answer, so that a batch has more rows the more answers its tasks want and the
+better the policy has become at calling its tool. The same policy is trained with verl on two ways
+of cutting the rows of a batch into mini-batches:
 
-    fixed steps   the prompts of a batch over 2 mini-batches, whatever the rows: 2 x 2 epochs
-    fixed rows    32 rows a mini-batch, where rows of a rollout part: more rows, more steps
+    fixed steps   the prompts of a batch over 4 mini-batches, whatever the rows: 4 steps
+    fixed rows    16 rows a mini-batch (verl's ppo_mini_batch_size 2 times n 8), where the rows of
+                  a rollout part: more rows, more steps
 
-Writes the mean reward of every batch, with one standard deviation over the seeds, and prints the
-curves as JSON. On one core a batch takes about 3 seconds for each way and seed.
+A run is one way with one seed; it is written to the directory `--runs`, and not done again when it
+is there, so that seeds can be run side by side. Draws the mean reward of every batch with one
+standard deviation over the seeds, and the steps below, and prints a summary as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +37,83 @@ import toy_rl
 
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.testing import row
+from turnfold.schemas.trajectories import Row
 from turnfold.trainer.advantages import Score, rollout_advantages
 from turnfold.trainer.plan import Plan, PlanRow, plan
 from turnfold.trainer.rows import TrainRow
 
 WAYS = ("fixed steps", "fixed rows")
+ANSWERS = (1, 1, 2, 3, 6)
+"""How many answers a task may want, each as likely as the others."""
+MEASURED = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRollout:
+    """An attempt whose last answer was sampled several times from one history."""
+
+    rows: list[Row]
+    reward: float
+
+
+class VotingSampler(toy_rl.Sampler):
+    """Runs rollouts that end in a vote; how many answers a task wants depends on its place alone."""
+
+    def trees(self, payloads: Sequence[dict[str, int]], first: int) -> list[TreeRollout]:
+        """All rollouts of these tasks, group after group; `first` is the place of the first one."""
+        size = self._settings.rollouts_per_group
+        wanted = [num_answers(self._settings.seed, first + i) for i in range(len(payloads))]
+        attempts = [(p, n) for p, n in zip(payloads, wanted, strict=True) for _ in range(size)]
+        prompts = [self._prompt(payload) for payload, _ in attempts]
+        calls = self._generate(prompts, toy_rl.MAX_CALL_TOKENS)
+        doors = [self._called_door(call) for call in calls]
+        histories = [
+            prompt + toy_rl.token_ids(call) + self._tool_result(payload, call, door)
+            for (payload, _), prompt, call, door in zip(
+                attempts, prompts, calls, doors, strict=True
+            )
+        ]
+        asked = [0 if door is None else n for (_, n), door in zip(attempts, doors, strict=True)]
+        repeated = [history for history, n in zip(histories, asked, strict=True) for _ in range(n)]
+        answers = iter(self._generate(repeated, toy_rl.MAX_ANSWER_TOKENS))
+        return [
+            self._tree(payload, prompt, call, door, history, [next(answers) for _ in range(n)])
+            for (payload, _), prompt, call, door, history, n in zip(
+                attempts, prompts, calls, doors, histories, asked, strict=True
+            )
+        ]
+
+    def _tree(
+        self,
+        payload: dict[str, int],
+        prompt: list[int],
+        call: toy_rl.Completion,
+        door: object | None,
+        history: list[int],
+        answers: list[toy_rl.Completion],
+    ) -> TreeRollout:
+        texts = [
+            str(self._tokenizer.decode(toy_rl.token_ids(answer), skip_special_tokens=True))
+            for answer in answers
+        ]
+        voted = Counter(texts).most_common(1)[0][0] if texts else None
+        return TreeRollout(
+            rows=[sampled(prompt, call), *(sampled(history, answer) for answer in answers)],
+            reward=toy_rl.task.reward(payload, door=door, answer=voted),
+        )
+
+
+def num_answers(seed: int, place: int) -> int:
+    """Answers that a task wants, the same for both ways."""
+    return random.Random(f"{seed}/{place}").choice(ANSWERS)
+
+
+def sampled(context: list[int], completion: toy_rl.Completion) -> Row:
+    """Context that is not trained, and what was sampled from it."""
+    ids = toy_rl.token_ids(completion)
+    logprobs = [token.logprob for token in completion.tokens]
+    before = len(context)
+    return row(context + ids, [0] * before + [1] * len(ids), [0.0] * before + logprobs)
 
 
 class VerlTrainer:
@@ -44,7 +123,7 @@ class VerlTrainer:
         from turnfold.trainer import config
         from turnfold.trainer.backend import TrainerBackend
 
-        self._settings, self._way, self.num_steps = settings, way, []
+        self._settings, self._way = settings, way
         run = RunConfig(
             groups_per_batch=settings.groups_per_batch,
             group_size=settings.rollouts_per_group,
@@ -70,14 +149,18 @@ class VerlTrainer:
         self._algorithm = composed.algorithm
         self._backend = TrainerBackend(composed)
 
-    def train(self, rollouts: list[toy_rl.Rollout]) -> None:
+    def train(self, rollouts: list[TreeRollout]) -> dict[str, float]:
+        """Train on a batch; its rows, its optimizer steps and what verl measured."""
         rows = self._rows(rollouts)
-        self._backend.update(rows, self._plan(rows))
+        planned = self._plan(rows)
+        measured = self._backend.update(rows, planned)
+        found = {name: measured[name] for name in MEASURED}
+        return {"rows": len(rows), "steps": planned.num_steps} | found
 
     def state_dict(self) -> dict[str, Any]:
         return {name: tensor.detach().clone() for name, tensor in self._backend.weights()}
 
-    def _rows(self, rollouts: list[toy_rl.Rollout]) -> list[TrainRow]:
+    def _rows(self, rollouts: list[TreeRollout]) -> list[TrainRow]:
         size = self._settings.rollouts_per_group
         scores = [
             Score(rollout_id=str(i), group_id=str(i // size), reward=r.reward, num_trained=1)
@@ -87,7 +170,7 @@ class VerlTrainer:
         return [
             TrainRow(str(i), str(i // size), part, advantages[str(i)])
             for i, rollout in enumerate(rollouts)
-            for part in tree_rows(rollout)
+            for part in rollout.rows
         ]
 
     def _plan(self, rows: list[TrainRow]) -> Plan:
@@ -96,30 +179,13 @@ class VerlTrainer:
             per_step = schedule.rollouts_per_mini_batch
             num = -(-len(rows) // per_step)
             schedule = msgspec.structs.replace(schedule, num_mini_batches=num)
-            # Rows are dealt one by one, in order: each is a group of its own.
+            # Each row is a group of its own, which may go into any mini-batch.
             sizes = [PlanRow(group_id=str(i), num_tokens=s.num_tokens) for i, s in enumerate(sizes)]
-        self.num_steps.append(schedule.num_steps)
         return plan(sizes, schedule)
 
 
-def tree_rows(rollout: toy_rl.Rollout) -> list[Any]:
-    """The call and the answer as rows of their own: each trains what the other has as context.
-
-    mask 0 0 1 1 0 0 1 1  ->  0 0 1 1  and  0 0 0 0 0 0 1 1
-    """
-    mask = np.array(rollout.loss_mask)
-    starts = np.flatnonzero(np.diff(np.concatenate([[0], mask])) == 1)
-    ends = np.flatnonzero(np.diff(np.concatenate([mask, [0]])) == -1) + 1
-    rows = []
-    for start, end in zip(starts, ends, strict=True):
-        own = np.where(np.arange(end) >= start, mask[:end], 0)
-        logprobs = np.array(rollout.logprobs[:end]) * own
-        rows.append(row(rollout.token_ids[:end], own.tolist(), logprobs.tolist()))
-    return rows
-
-
-def learn(model: Path, settings: toy_rl.Settings, way: str) -> dict[str, list[float]]:
-    """Reward and optimizer steps of every batch; rollouts are one version old, as in the demo."""
+def learn(model: Path, settings: toy_rl.Settings, way: str) -> list[dict[str, float]]:
+    """What every batch brought; rollouts are one version old, as in the demo."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -127,65 +193,130 @@ def learn(model: Path, settings: toy_rl.Settings, way: str) -> dict[str, list[fl
     slots = toy_rl.SlotModel(model, num_slots=64, max_len=512)
     count = settings.groups_per_batch
     payloads = toy_rl.task.tasks(count * (settings.num_batches + settings.staleness), settings.seed)
-    rewards: list[float] = []
+    batches: list[dict[str, float]] = []
     stop = toy_rl.StopRules(eos_token_ids=(tokenizer.eos_token_id,))
     with toy_rl.Engine(slots, stop) as engine:
-        sampler = toy_rl.Sampler(engine, tokenizer, settings)
-        queued: deque[list[toy_rl.Rollout]] = deque()
+        sampler = VotingSampler(engine, tokenizer, settings)
+        queued: deque[list[TreeRollout]] = deque()
         for start in range(0, len(payloads), count):
-            queued.append(sampler.batch(payloads[start : start + count]))
+            queued.append(sampler.trees(payloads[start : start + count], start))
             if len(queued) <= settings.staleness:
                 continue
             rollouts = queued.popleft()
-            rewards.append(float(np.mean([r.reward for r in rollouts])))
-            trainer.train(rollouts)
+            reward = float(np.mean([r.reward for r in rollouts]))
+            batches.append({"reward": reward} | trainer.train(rollouts))
             engine.load_weights(trainer.state_dict()).result()
-            sys.stderr.write(f"{way}, seed {settings.seed}: reward {rewards[-1]:.3f}\n")
-    return {"reward": rewards, "steps": trainer.num_steps}
+            sys.stderr.write(f"{way}, seed {settings.seed}: {batches[-1]}\n")
+    return batches
 
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """Mean over the seeds as a line, one standard deviation as a band."""
+Runs = dict[str, list[list[dict[str, float]]]]
+"""For each way, for each seed, what every batch brought."""
+
+
+def values(runs: Runs, way: str, name: str) -> np.ndarray[Any, Any]:
+    """One value of every batch: seeds x batches."""
+    return np.array([[batch[name] for batch in run] for run in runs[way]])
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Mean over the seeds as a line, one standard deviation as a band; optimizer steps below."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for way, runs in curves.items():
-        reward_SB = np.array(runs)
-        mean_B, spread_B = reward_SB.mean(0), reward_SB.std(0)
-        batches_B = np.arange(1, len(mean_B) + 1)
-        (line,) = axes.plot(batches_B, mean_B, label=way)
-        axes.fill_between(
-            batches_B, mean_B - spread_B, mean_B + spread_B, color=line.get_color(), alpha=0.2
-        )
-    axes.set_xlabel("batch")
-    axes.set_ylabel("mean reward")
-    axes.legend()
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(6, 5), sharex=True, height_ratios=(3, 1)
+    )
+    for way in WAYS:
+        for axes, name in ((above, "reward"), (below, "steps")):
+            value_SB = values(runs, way, name)
+            mean_B, spread_B = value_SB.mean(0), value_SB.std(0, ddof=1)
+            batches_B = np.arange(1, len(mean_B) + 1)
+            (line,) = axes.plot(batches_B, mean_B, label=way)
+            axes.fill_between(
+                batches_B, mean_B - spread_B, mean_B + spread_B, color=line.get_color(), alpha=0.2
+            )
+    above.set_ylabel("mean reward")
+    above.legend()
+    below.set_ylabel("steps")
+    below.set_xlabel("batch")
+    below.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def summary(runs: Runs) -> dict[str, Any]:
+    """Steps, rows, and the reward of the first, the middle and the last three batches."""
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        reward_SB, steps_SB = values(runs, way, "reward"), values(runs, way, "steps")
+        middle = reward_SB.shape[1] // 2
+        parts = {
+            "first": slice(0, 3),
+            "middle": slice(middle - 1, middle + 2),
+            "last": slice(-3, None),
+        }
+        rows_SB = values(runs, way, "rows")
+        found[way] = {
+            "steps_min_mean_max": [
+                int(steps_SB.min()),
+                float(steps_SB.mean()),
+                int(steps_SB.max()),
+            ],
+            "rows_min_mean_max": [int(rows_SB.min()), float(rows_SB.mean()), int(rows_SB.max())],
+            **{
+                name: [round(float(f(reward_SB[:, part].mean(1))), 3) for f in (np.mean, _spread)]
+                for name, part in parts.items()
+            },
+            "last_by_seed": reward_SB[:, -3:].mean(1).round(3).tolist(),
+            **{name: round(float(values(runs, way, name).mean()), 5) for name in MEASURED},
+        }
+    return found
+
+
+def _spread(values_S: np.ndarray[Any, Any]) -> float:
+    return float(values_S.std(ddof=1)) if len(values_S) > 1 else 0.0
+
+
+def run_all(seeds: Sequence[int], num_batches: int, learning_rate: float, directory: Path) -> Runs:
+    """All runs, from the directory where they are there."""
+    found: Runs = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(sys.stderr):
+        model = Path(scratch) / "model"
+        toy_rl.build(model, toy_rl.Recipe())
+        for seed in seeds:
+            settings = toy_rl.Settings(
+                seed=seed,
+                num_batches=num_batches,
+                num_mini_batches=4,
+                ppo_epochs=1,
+                learning_rate=learning_rate,
+            )
+            for way in WAYS:
+                path = directory / f"{way.replace(' ', '-')}-{learning_rate:g}-{seed}.json"
+                if not path.exists():
+                    path.write_text(json.dumps(learn(model, settings, way)))
+                found[way].append(json.loads(path.read_text())[:num_batches])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=toy_rl.Settings.learning_rate)
+    parser.add_argument("--runs", type=Path, default=Path("figure1-runs"))
     parser.add_argument("--png", type=Path, default=Path("figure1.png"))
     options = parser.parse_args()
     from turnfold.trainer.backends import environment
 
     environment.prepare("cpu")
     toy_rl.torch.set_num_threads(1)
-    found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(sys.stderr):
-        model = Path(scratch) / "model"
-        toy_rl.build(model, toy_rl.Recipe())
-        for seed in range(options.seeds):
-            settings = toy_rl.Settings(seed=seed, num_batches=options.batches)
-            for way in WAYS:
-                found[way].append(learn(model, settings, way))
-    draw({way: [run["reward"] for run in runs] for way, runs in found.items()}, options.png)
-    print(json.dumps(found))
+    options.runs.mkdir(parents=True, exist_ok=True)
+    runs = run_all(options.seeds, options.batches, options.learning_rate, options.runs)
+    draw(runs, options.png)
+    print(json.dumps(summary(runs)))
 
 
 if __name__ == "__main__":

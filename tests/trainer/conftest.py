@@ -285,7 +285,7 @@ def train(verl_on_cpu: None, tiny_model: Path) -> Callable[..., Awaitable[None]]
             device="cpu",
             **more,
         )
-        await asyncio.wait_for(app.train(settings, RUN, overrides, Health("train"), stop), 120)
+        await asyncio.wait_for(app.train(settings, RUN, overrides, Health("train"), stop), 280)
 
     return run
 

@@ -39,11 +39,15 @@ def batch(make_backend: Make, random_row: Callable[..., Row]) -> list[TrainRow]:
     backend, _ = make_backend()
     made = []
     for row, found in zip(rows, backend.logprobs(rows), strict=True):
-        noisy = np.array(found) + 0.3 * rng.normal(size=len(found))
-        logprobs = np.concatenate([np.zeros(row.num_prompt), noisy]) * row.row.loss_mask.array
-        inner = msgspec.structs.replace(row.row, logprobs=Logprobs.of(logprobs.astype(np.float32)))
+        inner = with_logprobs(row, np.array(found) + 0.3 * rng.normal(size=len(found)))
         made.append(TrainRow(row.rollout_id, row.group_id, inner, row.advantage))
     return made
+
+
+def with_logprobs(row: TrainRow, response: np.ndarray[Any, Any]) -> Row:
+    """The row with these sampling logprobs after its prompt."""
+    logprobs = np.concatenate([np.zeros(row.num_prompt), response]) * row.row.loss_mask.array
+    return msgspec.structs.replace(row.row, logprobs=Logprobs.of(logprobs.astype(np.float32)))
 
 
 def parameters(backend: Any) -> dict[str, Any]:
@@ -61,26 +65,50 @@ def step(
 
 
 def assert_moved_against(
-    model: Path, rows: Sequence[TrainRow], loss: Loss, moved: dict[str, Any]
+    model: Path,
+    rows: Sequence[TrainRow],
+    loss: Loss,
+    moved: dict[str, Any],
+    *,
+    rate: float = 1.0,
+    entropy_coeff: float = 0.0,
+    start: dict[str, Any] | None = None,
 ) -> None:
-    """The parameters moved by minus the gradient of sum(loss of row) / rollouts, written by hand."""
+    """The parameters moved by minus `rate` times the gradient of sum(loss of row) / rollouts,
+    written by hand; from `start`, the parameters of `model` without it.
+    """
+    expected = gradient(model, rows, loss, entropy_coeff=entropy_coeff, start=start)
+    scale = rate * max(float(tensor.abs().max()) for tensor in expected.values())
+    assert scale > 0
+    worst = max(float((moved[n] + rate * expected[n]).abs().max()) for n in moved)
+    assert worst <= 1e-5 * scale
+
+
+def gradient(
+    model: Path,
+    rows: Sequence[TrainRow],
+    loss: Loss,
+    *,
+    entropy_coeff: float = 0.0,
+    start: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy.load_state_dict(start or {}, strict=False)
     total = torch.zeros(())
     for row in rows:
         ids_1T = torch.tensor([row.row.token_ids.tolist()])
         is_trained_T = torch.tensor(row.row.loss_mask.tolist()[1:]) == 1
         old_T = torch.tensor(row.row.logprobs.tolist()[1:])
-        logits_TV = policy(ids_1T).logits[0, :-1]
-        new_T = torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0]
+        every_TV = torch.log_softmax(policy(ids_1T).logits[0, :-1], -1)
+        new_T = every_TV.gather(1, ids_1T[0, 1:, None])[:, 0]
         total = total + loss(new_T[is_trained_T], old_T[is_trained_T], row.advantage)
+        entropy_T = -(every_TV.exp() * every_TV).sum(-1)
+        total = total - entropy_coeff * entropy_T[is_trained_T].sum()
     (total / len(rows)).backward()
-    expected = {name: -p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    scale = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert scale > 0
-    assert max(float((expected[n] - moved[n]).abs().max()) for n in moved) <= 1e-5 * scale
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 def clipped(new_T: Any, old_T: Any, a: float, low: float = 0.2, high: float = 0.2) -> Any:
@@ -192,15 +220,38 @@ def test_an_estimator_moves_the_parameters_by_the_advantages_of_its_formula(
     assert_moved_against(tiny_model, by_hand, vanilla, moved)
 
 
-def test_an_entropy_bonus_alone_moves_the_policy_to_more_entropy(
-    make_backend: Make, batch: list[TrainRow]
+def test_an_entropy_bonus_moves_the_policy_up_the_gradient_of_its_entropy(
+    make_backend: Make, batch: list[TrainRow], tiny_model: Path
 ) -> None:
-    silent = [TrainRow(row.rollout_id, row.group_id, row.row, 0.0) for row in batch]
-    bonus = f"{ACTOR}.entropy_coeff=0.1"
-    backend, schedule = make_backend(bonus, f"{ACTOR}.optim.lr=0.01")
-    planned = plan([row.size for row in silent], schedule)
-    first, second = (backend.update(silent, planned)["actor/entropy_loss"] for _ in range(2))
-    assert second > first
+    bonus = (f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.optim.lr=0.5")
+    moved, metrics = step(make_backend, batch, BYPASS, *bonus)
+    assert metrics["actor/entropy_loss"] > 0
+    assert_moved_against(tiny_model, batch, vanilla, moved, rate=0.5, entropy_coeff=0.1)
+
+
+def test_a_kl_term_moves_a_policy_that_left_by_the_gradient_of_its_distance(
+    make_backend: Make, batch: list[TrainRow], tiny_model: Path
+) -> None:
+    kl = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.5", f"{ACTOR}.kl_loss_type=k3")
+    backend, schedule = make_backend(*kl, f"{ACTOR}.optim.lr=0.3")
+    planned = plan([row.size for row in batch], schedule)
+    reference = backend.logprobs(batch)
+    backend.update(batch, planned)
+    left = parameters(backend)
+    # Without an advantage only the distance moves it; the reference takes the place of `old`.
+    silent = [
+        TrainRow(row.rollout_id, row.group_id, with_logprobs(row, np.array(found)), 0.0)
+        for row, found in zip(batch, reference, strict=True)
+    ]
+    backend.update(silent, planned)
+    moved = {name: after - left[name] for name, after in parameters(backend).items()}
+    assert_moved_against(tiny_model, silent, k3_distance, moved, rate=0.3, start=left)
+
+
+def k3_distance(new_T: Any, reference_T: Any, a: float) -> Any:
+    """Half of Schulman's third estimate of the KL from the policy to the reference."""
+    del a
+    return 0.5 * ((reference_T - new_T).exp() - (reference_T - new_T) - 1).sum()
 
 
 def test_a_reference_policy_pulls_back_a_policy_that_left_it(
@@ -238,6 +289,41 @@ def test_lora_trains_the_adapter_alone_and_publishes_it_merged(
     changed = {name for name in before if bool((after[name] != before[name]).any())}
     assert changed
     assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in changed)
+
+
+def test_lora_moves_its_adapter_by_the_gradient_of_the_weights_that_it_adapts(
+    make_backend: Make, batch: list[TrainRow], tiny_model: Path
+) -> None:
+    backend, schedule = make_backend(
+        BYPASS,
+        f"{ACTOR}.optim.lr=0.5",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.model.target_modules=[q_proj,v_proj]",
+    )
+    before = adapters(backend)
+    backend.update(batch, plan([row.size for row in batch], schedule))
+    after = adapters(backend)
+    full = gradient(tiny_model, batch, vanilla)
+    # W + 2 B A with B = 0 at first: A has no gradient, and B that of W behind 2 A.
+    for name, (a_RI, b_OR) in before.items():
+        assert float(b_OR.abs().max()) == 0.0
+        expected_OR = -0.5 * 2.0 * full[name] @ a_RI.T
+        assert float((after[name][0] - a_RI).abs().max()) < 1e-7
+        worst = float((after[name][1] - expected_OR).abs().max())
+        assert worst <= 1e-5 * float(expected_OR.abs().max())
+
+
+def adapters(backend: Any) -> dict[str, tuple[Any, Any]]:
+    """A and B of every weight that has an adapter, by its Hugging Face name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in backend._engine.module.named_parameters():
+        if ".lora_" in name:
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            weight, part = name.removeprefix("base_model.model.").split(".lora_")
+            found.setdefault(f"{weight}.weight", {})[part[0]] = whole.detach().clone()
+    assert len(found) == 4  # q_proj and v_proj of two layers
+    return {name: (parts["A"], parts["B"]) for name, parts in found.items()}
 
 
 def test_lora_takes_the_policy_without_its_adapter_for_the_reference(

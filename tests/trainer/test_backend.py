@@ -240,3 +240,19 @@ def test_an_update_after_loading_equals_the_one_that_was_not_interrupted(
     fresh.update(batch, planned)
     resumed = parameters(fresh)
     assert all(bool((undisturbed[name] == resumed[name]).all()) for name in undisturbed)
+
+
+@pytest.mark.field_case("SkyRL#872")
+def test_the_learning_rate_moves_by_batches_whatever_their_number_of_steps(
+    make_backend: Make, batch: list[TrainRow]
+) -> None:
+    warm_up = ("actor_rollout_ref.actor.optim.lr_warmup_steps=4",)
+    rates: list[list[float]] = []
+    for overrides in (warm_up, (*warm_up, TWO_GROUPS)):
+        backend, schedule = make_backend(*overrides)
+        planned = plan([row.size for row in batch], schedule)
+        rates.append([])
+        for _ in range(3):
+            rates[-1].append(backend._engine.optimizer.param_groups[0]["lr"])
+            backend.update(batch, planned)
+    assert rates[0] == rates[1] == [0.0, 0.25, 0.5]

@@ -42,6 +42,7 @@ def test_there_is_no_checkpoint_in_an_empty_directory(tmp_path: Path) -> None:
     assert checkpoints.newest_good(tmp_path) is None
 
 
+@pytest.mark.field_case("prime-rl#1712")
 def test_a_checkpoint_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
     def failing(directory: Path) -> None:
         saver(b"half")(directory)
@@ -101,3 +102,22 @@ def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     ]
     checkpoints.prune(tmp_path, keep=0)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_newest_checkpoint_of_each_hour_stays_for_some_hours(tmp_path: Path) -> None:
+    minutes = [8 * 60 + 55, 9 * 60 + 10, 9 * 60 + 50, 10 * 60 + 20, 10 * 60 + 40, 665, 680, 690]
+    for batch, minute in enumerate(minutes):
+        written = State(run_id="t", batch=batch, config_digest="c", at=minute * 60.0)
+        write(tmp_path, written, saver(b"x"))
+    checkpoints.prune(tmp_path, keep=2, hours=3)
+    assert [int(path.name[1:]) for path in sorted(tmp_path.iterdir())] == [0, 2, 4, 6, 7]
+    checkpoints.prune(tmp_path, keep=2, hours=2)
+    assert [int(path.name[1:]) for path in sorted(tmp_path.iterdir())] == [2, 4, 6, 7]
+
+
+def test_an_old_checkpoint_without_a_readable_inventory_has_no_age_and_goes(tmp_path: Path) -> None:
+    for batch in range(4):
+        write(tmp_path, state(batch), saver(b"x"))
+    (tmp_path / "b00000000" / "state.json").unlink()
+    checkpoints.prune(tmp_path, keep=2, hours=9)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["b00000002", "b00000003"]

@@ -27,11 +27,13 @@ def make(mini_batches: int, ranks: int = 1, epochs: int = 1) -> Schedule:
     )
 
 
+@pytest.mark.field_case("SkyRL#1483")
 @pytest.mark.parametrize("num_rows", [512, 1536])
 def test_one_mini_batch_is_one_step_for_any_number_of_rows(num_rows: int) -> None:
     assert plan(sizes(*[1] * num_rows), make(1)).num_steps == 1
 
 
+@pytest.mark.field_case("awslabs art#131")
 def test_900_rows_in_3_mini_batches_and_2_epochs_are_6_steps_of_300_rows() -> None:
     planned = plan(sizes(*[1] * 900), make(3, epochs=2))
     assert planned.num_steps == 6
@@ -45,6 +47,7 @@ def test_301_rows_for_3_mini_batches_are_refused_until_they_are_padded() -> None
     assert make(3).rows_per_step(303) == 101
 
 
+@pytest.mark.field_case("rllm#506")
 @pytest.mark.parametrize(
     ("num_rows", "mini_batches", "ranks", "padded"),
     [(513, 1, 2, 514), (270, 4, 2, 272), (601, 3, 4, 612), (1, 1, 8, 8), (298, 1, 4, 300)],
@@ -53,6 +56,25 @@ def test_padding_reaches_the_next_multiple_of_mini_batches_and_ranks(
     num_rows: int, mini_batches: int, ranks: int, padded: int
 ) -> None:
     assert len(plan(sizes(*[1] * num_rows), make(mini_batches, ranks)).order) == padded
+
+
+@pytest.mark.field_case("rllm#630")
+def test_298_rows_on_4_ranks_pad_to_300_and_not_to_384() -> None:
+    planned = plan(sizes(*[1] * 298), make(1, ranks=4))
+    assert (len(planned.order), planned.num_steps) == (300, 1)
+    assert planned.schedule.rollouts_per_mini_batch == make(1).rollouts_per_mini_batch
+
+
+@pytest.mark.field_case("agent-lightning#287")
+@pytest.mark.field_case("NeMo RL#3910")
+def test_all_rows_of_a_rollout_are_in_one_mini_batch_and_padding_comes_after_they_are_known() -> (
+    None
+):
+    rows = sizes(*[1, 7, 2, 5, 3, 6, 1, 4])
+    planned = plan(rows, make(4, ranks=2))
+    homes = [{rows[i].group_id for i in planned.mini_batch(j) if i is not None} for j in range(4)]
+    assert sorted(g for home in homes for g in home) == [f"g{g}" for g in range(8)]
+    assert len(planned.order) == 4 * 8  # 29 rows, the fullest mini-batch has 8
 
 
 def test_64_groups_in_mini_batches_of_16_are_4_mini_batches() -> None:
@@ -118,6 +140,7 @@ def test_large_groups_are_paired_with_small_ones_to_save_padding() -> None:
     assert planned.num_padding == 0
 
 
+@pytest.mark.field_case("miles#1929")
 def test_every_mini_batch_holds_the_same_number_of_groups() -> None:
     # 12 rows against 3 x 4: three small groups on one side would need no padding, but the loss of
     # both mini-batches is divided by the same number of rollouts.

@@ -5,10 +5,16 @@ import pytest
 
 from turnfold.schemas.batches import BatchCut, GroupRef, Positions, RolloutRef
 from turnfold.schemas.testing import row, trajectory
-from turnfold.schemas.trajectories import Row, TurnSpan
-from turnfold.trainer.metrics import advantage_zero_share, batch_metrics
+from turnfold.schemas.trajectories import Ledger, Row, TurnLedger, TurnSpan
+from turnfold.trainer.metrics import advantage_zero_share, batch_metrics, ledger_shares
 from turnfold.trainer.plan import Schedule, plan
-from turnfold.trainer.rows import RowError, TrainRow, token_advantages, train_rows
+from turnfold.trainer.rows import (
+    RowError,
+    TrainRow,
+    check_media,
+    token_advantages,
+    train_rows,
+)
 from turnfold.trainer.source import Batch, runs, staleness
 
 
@@ -27,14 +33,18 @@ def test_without_turns_the_prompt_ends_at_the_first_trained_token() -> None:
     assert TrainRow("r", "g", with_turns(row([1, 2, 3, 4], [0, 0, 0, 0]))).num_prompt == 3
 
 
+@pytest.mark.field_case("SkyRL#1507")
 def test_an_advantage_lands_on_the_rows_own_mask_and_nowhere_else() -> None:
-    assert token_advantages(0.5, row([1, 2, 3, 4, 5], [0, 1, 0, 1, 1])).tolist() == [
-        0,
-        0.5,
-        0,
-        0.5,
-        0.5,
-    ]
+    made = TrainRow("r", "g", row([1, 2, 3, 4, 5], [0, 1, 0, 1, 1]), 0.5)
+    assert token_advantages(made).tolist() == [0, 0.5, 0, 0.5, 0.5]
+
+
+def test_what_a_turn_has_on_top_lands_on_its_own_trained_tokens() -> None:
+    # Turn t0 is context here: it is trained in another row.
+    made = with_turns(row([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1]), (1, 3), (4, 6))
+    by_turn = {"t0": 5.0, "t1": 0.25, "elsewhere": 9.0}
+    train_row = TrainRow("r", "g", made, advantage=0.5, by_turn=by_turn)
+    assert token_advantages(train_row).tolist() == [0, 0, 0, 0, 0.75, 0.75]
 
 
 def test_the_first_token_of_a_row_cannot_be_trained() -> None:
@@ -98,23 +108,69 @@ def test_metrics_of_a_batch_describe_rewards_staleness_and_sizes() -> None:
         num_mini_batches=1, num_ranks=2, rollouts_per_mini_batch=3, max_row_tokens=9
     )
     metrics = batch_metrics(made, rows, plan([r.size for r in rows], schedule))
-    assert metrics == pytest.approx(
-        {
-            "reward_mean": 1.0,
-            "staleness_mean": 1 / 3,
-            "staleness_max": 1,
-            "groups": 1,
-            "rollouts": 3,
-            "rows": 3,
-            "padding_rows": 1,
-            "tokens": 12,
-            "trained_tokens": 6,
-            "advantage_zero_share": 1 / 3,
-            "optimizer_steps": 1,
-        }
+    expected = {
+        "reward_mean": 1.0,
+        "staleness_mean": 1 / 3,
+        "staleness_max": 1,
+        "groups": 1,
+        "rollouts": 3,
+        "split_rollouts": 0,
+        "left_out_rollouts": 0,
+        "rows": 3,
+        "padding_rows": 1,
+        "tokens": 12,
+        "trained_tokens": 6,
+        "advantage_zero_share": 1 / 3,
+        "optimizer_steps": 1,
+        "critic/score/mean": 1.0,
+        "critic/score/max": 2.0,
+        "critic/advantages/min": -1.0,
+        "training/num_turns/max": 1.0,
+        "prompt_length/mean": 2.0,
+        "response_length/mean": 2.0,
+        "perf/total_num_tokens": 12,
+        "ledger/trained": 1.0,
+        "ledger/masked": 0.0,
+        "ledger/dropped": 0.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_shares_of_the_ledger_say_where_sampled_tokens_went_and_why() -> None:
+    turns = (
+        TurnLedger(turn_id="t0", session_id="main", num_sampled=6, num_trained=6, row=0),
+        TurnLedger(turn_id="t1", session_id="main", num_sampled=1, masked={"gap": 1}),
+        TurnLedger(turn_id="t2", session_id="main", num_sampled=3, dropped={"orphan": 3}),
     )
+    made = msgspec.structs.replace(trajectory("r"), ledger=Ledger(turns=turns))
+    assert ledger_shares([made]) == {
+        "ledger/trained": 0.6,
+        "ledger/masked": 0.1,
+        "ledger/masked/gap": 0.1,
+        "ledger/dropped": 0.3,
+        "ledger/dropped/orphan": 0.3,
+    }
+    assert ledger_shares([])["ledger/trained"] == 0.0
 
 
 def test_offsets_that_lie_close_are_read_in_one_go() -> None:
     assert runs([5, 900, 6, 40]) == [[5, 6, 40], [900]]
     assert runs([]) == []
+
+
+@pytest.mark.field_case("agent-lightning#559")
+def test_a_row_with_the_place_of_an_image_is_refused_because_it_holds_no_image() -> None:
+    made = trajectory("r1", rows=[row([1, 2, 99, 3], [0, 0, 0, 1])])
+    rows = train_rows([made], {})
+    check_media(rows, {77: "video_token_id"})
+    with pytest.raises(RowError, match=r"rollout r1, row 0 .*: token 2 is the model's image_token"):
+        check_media(rows, {99: "image_token_id"})
+
+
+@pytest.mark.field_case("SkyRL#1870")
+def test_a_batch_whose_sampling_logprobs_were_never_filled_is_refused() -> None:
+    unfilled = trajectory("a", rows=[row([1, 2, 3], [0, 1, 1], [0, 0, 0])])
+    certain = trajectory("b", rows=[row([1, 2, 3], [0, 1, 1], [0, 0, -0.1])])
+    train_rows([unfilled, certain], {})
+    with pytest.raises(RowError, match="logprob of every trained token of the batch is 0"):
+        train_rows([unfilled], {})

@@ -7,6 +7,9 @@ into rows cannot move a baseline:
              rollout b, reward 4, one row         advantages a -2 (both rows), b +2
 
 Rollouts without a reward or without a trained token are in no baseline and get 0.
+
+Turns may have rewards of their own, which give an advantage to the turns that led to them; see
+`turn_advantages`.
 """
 
 from __future__ import annotations
@@ -97,6 +100,99 @@ def rollout_advantages(
     for s, value in zip(counted, values, strict=True):
         advantages[s.rollout_id] = 0.0 if s.group_id in silent else value
     return advantages
+
+
+def turn_advantages(
+    trajectories: Sequence[Trajectory], estimator: str = "grpo", algorithm: Any = None
+) -> dict[str, dict[str, float]]:
+    """What process rewards add to the advantage of a rollout's turns: rollout_id -> turn_id -> it.
+
+    GRPO's process supervision (Shao et al. 2024, DeepSeekMath, 4.1.3), on trees: every rewarded
+    turn of a group is one entry of the estimator's table, and a turn gets what the turns from it on
+    came out with, discounted by `algorithm.gamma` for each parent edge between them. Rewards flow
+    to ancestors alone, never to a branch beside:
+
+        t0 ── t1 (r 1)     gamma 0.5, baseline (1 + 0) / 2
+         └─── t2 (r 0)     t1 0.5, t2 -0.5, t0 0.5 * 0.5 + 0.5 * -0.5 = 0
+
+    Rollouts without process rewards are left out.
+    """
+    steps = [step for trajectory in trajectories for step in _steps(trajectory)]
+    if not steps:
+        return {}
+    gamma = 1.0 if algorithm is None else float(algorithm.gamma)
+    # A turn is named by its place in `steps`: ids of turns are unique in a rollout only.
+    scores = [
+        Score(
+            rollout_id=str(place),
+            group_id=step.group_id,
+            reward=step.reward,
+            num_trained=step.num_tokens,
+        )
+        for place, step in enumerate(steps)
+    ]
+    values = rollout_advantages(scores, estimator, algorithm)
+    own: dict[str, dict[str, float]] = defaultdict(dict)
+    for place, step in enumerate(steps):
+        own[step.rollout_id][step.turn_id] = values[str(place)]
+    return {
+        trajectory.rollout_id: returns(trajectory, own[trajectory.rollout_id], gamma)
+        for trajectory in trajectories
+        if trajectory.rollout_id in own
+    }
+
+
+def returns(trajectory: Trajectory, values: Mapping[str, float], gamma: float) -> dict[str, float]:
+    """The value of every turn in the rows, and those of all turns below it, discounted by gamma for
+    each parent edge. Turns that are not in `values` are worth 0.
+
+    rows t0 t1 t2 and t0 t3, values t2 1, t3 4, gamma 0.5  ->  t0 2.25, t1 0.5, t2 1, t3 4
+    """
+    parents: dict[str, str | None] = {}
+    depths: dict[str, int] = {}
+    for row in trajectory.rows:
+        parent = None
+        for depth, span in enumerate(row.turns):
+            parents[span.turn_id], depths[span.turn_id] = parent, depth
+            parent = span.turn_id
+    totals = {turn_id: values.get(turn_id, 0.0) for turn_id in parents}
+    for turn_id in sorted(depths, key=lambda t: depths[t], reverse=True):
+        parent = parents[turn_id]
+        if parent is not None:
+            totals[parent] += gamma * totals[turn_id]
+    return totals
+
+
+class _Step(Wire, frozen=True, kw_only=True):
+    """A turn with a reward of its own."""
+
+    rollout_id: str
+    group_id: str
+    turn_id: str
+    reward: float
+    num_tokens: int
+
+
+def _steps(trajectory: Trajectory) -> list[_Step]:
+    """Raises AdvantageError for a reward that is not a finite number."""
+    spans = {span.turn_id: span for row in trajectory.rows for span in row.turns}
+    found = []
+    for turn_id, reward in trajectory.turn_rewards.items():
+        if not math.isfinite(reward):
+            raise AdvantageError(
+                f"rollout {trajectory.rollout_id}, turn {turn_id}: reward {reward} is not finite"
+            )
+        if turn_id in spans:
+            found.append(
+                _Step(
+                    rollout_id=trajectory.rollout_id,
+                    group_id=trajectory.group_id,
+                    turn_id=turn_id,
+                    reward=reward,
+                    num_tokens=spans[turn_id].end - spans[turn_id].start,
+                )
+            )
+    return found
 
 
 def _estimate(scores: Sequence[Score], estimator: str, algorithm: Any) -> list[float]:

@@ -47,7 +47,7 @@ from turnfold.trainer.backends import environment
 from turnfold.trainer.backends.policy import Policy, follow
 from turnfold.trainer.checkpoints import State
 from turnfold.trainer.client import BatchSource, PolicyLog, prefetched
-from turnfold.trainer.metrics import batch_metrics, idle_metrics, summary
+from turnfold.trainer.metrics import batch_metrics, idle_metrics, summary, update_schedule
 from turnfold.trainer.settings import Settings
 from turnfold.trainer.source import Batch
 
@@ -192,16 +192,18 @@ class Trainer:
         rows, planned = await self._in_verl(self._policy.prepare, batch)
         measured = await self._in_verl(self._policy.driver.update, rows, planned)
         trained = time.monotonic()
-        mismatch_kl = measured.get("rollout_corr/k3_kl", 0.0)
+        mismatch_kl = measured.get("rollout_corr/k3_kl")
         self._check_mismatch(batch.cut.index, mismatch_kl)
         await self._committed()
         published = time.monotonic()
         metrics = batch_metrics(batch, rows, planned) | measured
         metrics |= {
-            "mismatch_kl": mismatch_kl,
             "grad_norm": measured.get("actor/grad_norm", 0.0),
             "optimizer_steps": measured["actor/optimizer_steps"],
+            "perf/throughput": metrics["tokens"] / (trained - started) / self._policy.num_processes,
         }
+        if mismatch_kl is not None:
+            metrics["mismatch_kl"] = mismatch_kl
         metrics |= idle_metrics(
             training_s=trained - started,
             saving_s=self._saving_s,
@@ -215,6 +217,8 @@ class Trainer:
             config_digest=self.run.digest,
             num_processes=self._policy.num_processes,
             metrics=metrics,
+            schedule=update_schedule(planned.schedule),
+            at=time.time(),
         )
         began_saving = time.monotonic()
         commit = await self._in_verl(self._take)
@@ -248,10 +252,13 @@ class Trainer:
             self._checkpoint_uri = str(found.directory)
         self.state = msgspec.structs.replace(self.state, num_processes=self._built.num_processes)
 
-    def _check_mismatch(self, index: int, mismatch_kl: float) -> None:
-        """Raise UserError, before the batch is kept, when its data is not what engines sampled."""
+    def _check_mismatch(self, index: int, mismatch_kl: float | None) -> None:
+        """Raise UserError, before the batch is kept, when its data is not what engines sampled.
+
+        Nothing is measured on a batch that trains no token.
+        """
         limit = self.settings.max_mismatch_kl
-        if limit is not None and not mismatch_kl <= limit:
+        if limit is not None and mismatch_kl is not None and not mismatch_kl <= limit:
             raise UserError(
                 f"batch {index}: KL between sampling and training policy is {mismatch_kl:.3g}, the "
                 f"limit is {limit:.3g}: engines and trainer do not see the same tokens, weights or "
@@ -269,6 +276,8 @@ class Trainer:
         publication = self._policy.publication(state.batch)
         if published is not None and state.batch < published:
             return Commit(state, draft, None)
+        if self._policy.sends_weights:
+            driver.send_weights(state.batch)
         if self._policy.is_overlapped:
             return Commit(state, draft, driver.copied_weights(publication))
         return Commit(state, draft, partial(driver.write_weights, publication))
@@ -290,6 +299,7 @@ class Trainer:
             checkpoint_uri=self._checkpoint_uri,
             at=time.time(),
             metrics=commit.state.metrics,
+            schedule=commit.state.schedule,
         )
         await self._policies.publish(event)
 
@@ -307,7 +317,9 @@ class Trainer:
     def _keep_checkpoint(self, state: State, draft: Path) -> None:
         root = self.settings.checkpoints_dir
         written = checkpoints.commit(root, state, draft)
-        checkpoints.prune(root, self.settings.keep_checkpoints)
+        checkpoints.prune(
+            root, keep=self.settings.keep_checkpoints, hours=self.settings.keep_checkpoint_hours
+        )
         self._saved, self._checkpoint_uri = state.batch, str(written.directory)
 
     def _prune_weights(self, served: int | None) -> None:

@@ -6,9 +6,10 @@ Where there are several ranks, each of them makes the same calls with the same a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class TrainerBackend:
         )
         ordered = [None if i is None else rows[i] for i in plan.rank(self.rank)]
         data = self._tensors(ordered)
-        compared = self._add_old_logprobs(data)
+        compared = self._add_old_logprobs(data, tensors.rollouts_by_rank(rows, plan))
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             self._add_reference_logprobs(data)
         measured = self._take_steps(data, plan.schedule)
@@ -132,6 +133,10 @@ class TrainerBackend:
             pass
         return None
 
+    def send_weights(self, version: int) -> None:
+        """Send full parameters by the checkpoint engine of verl's configuration, from all ranks."""
+        asyncio.run(self._worker.update_weights(global_steps=version))
+
     def save(self, directory: Path) -> None:
         """Model, optimizer, scheduler and random state, in verl's own format: a part per rank."""
         self._worker.save_checkpoint(str(directory), None, 0, None)
@@ -168,7 +173,9 @@ class TrainerBackend:
         dist.all_gather_object(found, (self.rank, mine))
         return {rank: part for rank, part in sorted(found, key=lambda f: f[0]) if part is not None}
 
-    def _add_old_logprobs(self, data: Any) -> dict[str, float]:
+    def _add_old_logprobs(
+        self, data: Any, rollouts: Mapping[int, Sequence[str]]
+    ) -> dict[str, float]:
         """The proximal policy: recomputed (decoupled), or what the engine sampled with (bypass).
 
         Every rank compares all rows of the batch with their sampling logprobs, so that weights and
@@ -181,7 +188,7 @@ class TrainerBackend:
         by_rank = self._logprobs_of(self._worker.compute_log_prob, data)
         data["old_log_probs"] = tensors.jagged(by_rank[self.rank])
         everything = self._exchange(tensors.compared(data))
-        return tensors.correct_for_sampling(data, everything, self.rank, correction)
+        return tensors.correct_for_sampling(data, everything, rollouts, self.rank, correction)
 
     def _add_reference_logprobs(self, data: Any) -> None:
         if self._reference is None:

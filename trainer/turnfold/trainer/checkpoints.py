@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from turnfold.schemas.errors import UserError
+from turnfold.schemas.policies import UpdateSchedule
 from turnfold.schemas.wire import Wire
 from turnfold.trainer.backends import durable
 
@@ -40,6 +43,10 @@ class State(Wire, frozen=True, kw_only=True):
     """Processes that saved a part each; verl's files can be loaded by as many only."""
     metrics: dict[str, float] = {}
     """What was measured on that batch, for a PolicyPublished that has to be sent again."""
+    schedule: UpdateSchedule | None = None
+    """How that batch was divided into optimizer steps, for the same."""
+    at: float = 0.0
+    """Unix seconds when the batch was trained, to keep checkpoints by age."""
 
 
 class _File(Wire, frozen=True):
@@ -85,10 +92,7 @@ def commit(root: Path, state: State, draft: Path) -> Checkpoint:
 
 def read(directory: Path) -> Checkpoint:
     """Verify a checkpoint. Raises CheckpointError naming the first file that is not as written."""
-    try:
-        inventory = msgspec.json.decode((directory / "state.json").read_bytes(), type=_Inventory)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{directory / 'state.json'}: {error}") from error
+    inventory = _inventory(directory)
     for name, expected in inventory.files.items():
         path = directory / name
         if not path.is_file():
@@ -118,10 +122,43 @@ def newest_good(root: Path) -> Checkpoint | None:
     return None
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, 2 at least."""
-    for directory in _directories(root)[: -max(keep, 2)]:
-        shutil.rmtree(directory)
+def prune(root: Path, *, keep: int, hours: int = 0) -> None:
+    """Remove old checkpoints; the newest `keep` stay, 2 at least.
+
+    So does the newest one of each hour of the `hours` before the newest checkpoint:
+
+        keep 2, hours 3:   9:10  9:50* 10:20  10:40* 11:05  11:20* 11:30*     * stays
+    """
+    found = _directories(root)
+    older = found[: -max(keep, 2)]
+    staying = _newest_of_hours(found, hours) if hours and older else set()
+    for directory in older:
+        if directory not in staying:
+            shutil.rmtree(directory)
+
+
+def _newest_of_hours(directories: Sequence[Path], hours: int) -> set[Path]:
+    """Of each hour of the clock the newest checkpoint, back to `hours` before the newest of all.
+
+    One whose inventory cannot be read has no age and is not among them.
+    """
+    times: dict[Path, float] = {}
+    for directory in directories:
+        with suppress(CheckpointError):
+            times[directory] = _inventory(directory).state.at
+    newest = max(times.values(), default=0.0)
+    by_hour = {
+        int(at // 3600): directory for directory, at in times.items() if at > newest - hours * 3600
+    }
+    return set(by_hour.values())
+
+
+def _inventory(directory: Path) -> _Inventory:
+    path = directory / "state.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Inventory)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _directory(root: Path, batch: int) -> Path:

@@ -59,6 +59,12 @@ def train(
         turnfold train --dry-run actor_rollout_ref.actor.ppo_mini_batch_size=2
 
         turnfold train explain 7
+
+    Every knob is where verl has it; below actor_rollout_ref.actor: ppo_mini_batch_size, ppo_epochs,
+    optim.lr, clip_ratio_low, clip_ratio_high, policy_loss.loss_mode, use_kl_loss, entropy_coeff,
+    strategy, fsdp_config; elsewhere: algorithm.adv_estimator, algorithm.rollout_correction,
+    actor_rollout_ref.model.lora_rank, trainer.logger. docs/training.md says which of verl's are not
+    read here, and what stands in their place.
     """
     import os
 
@@ -88,6 +94,8 @@ def train(
         _print_schedule(settings, run, words, ranks)
         return
 
+    import msgspec
+
     from turnfold.log.service import Health, run_service
     from turnfold.trainer import app
 
@@ -95,8 +103,9 @@ def train(
         await app.train(settings, run, words, health, stop)
 
     # Of the processes that torchrun starts, only the first one has something to say.
-    port = settings.health_port if environment.process_rank() == 0 else None
-    run_service("train", body, health_port=port, log_level=settings.log_level)
+    if environment.process_rank() != 0:
+        settings = msgspec.structs.replace(settings, health_port=None)
+    run_service("train", body, settings)
 
 
 def _print_schedule(settings: Settings, run: RunConfig, overrides: list[str], ranks: int) -> None:
@@ -126,6 +135,8 @@ def _print_schedule(settings: Settings, run: RunConfig, overrides: list[str], ra
     for line in preview(run, schedule):
         table.add_row(*map(str, line))
     console.print(table)
+    for caution in config.cautions(composed, overrides):
+        console.print(f"Note: {caution}", highlight=False, soft_wrap=True)
     if settings.model:
         console.print(_memory(settings.model, composed, schedule), highlight=False, soft_wrap=True)
 
@@ -140,7 +151,9 @@ def _memory(model_dir: str, composed: Any, schedule: Schedule) -> str:
         json.loads((directory / "config.json").read_text()), weights.num_parameters(directory)
     )
     actor = composed.actor_rollout_ref.actor
-    is_fp32 = "mixed_precision" in actor.fsdp_config  # as on a CPU; verl's default is bfloat16
+    is_fp32 = "mixed_precision" in actor.get(
+        "fsdp_config", {}
+    )  # as on a CPU; verl's default is bfloat16
     found = memory.estimate(
         shape,
         micro_batch_tokens=max(schedule.max_row_tokens, actor.ppo_max_token_len_per_gpu),
@@ -171,7 +184,9 @@ def _explain(settings: Settings, run: RunConfig, words: list[str], ranks: int) -
 
     if not words or not words[0].isdecimal():
         raise SettingsError("turnfold train explain: expected the number of a batch")
-    schedule = config.check(config.compose(words[1:], run), run, num_ranks=ranks)
+    is_gpu = settings.device == "cuda"
+    composed = config.compose(words[1:], run, is_gpu=is_gpu)
+    schedule = config.check(composed, run, num_ranks=ranks, is_gpu=is_gpu)
 
     async def fetch() -> Batch:
         async with BatchSource(settings.bootstrap, settings.topics, run) as source:

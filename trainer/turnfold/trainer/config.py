@@ -6,7 +6,7 @@ yaml files of the verl package but does not import verl.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,45 @@ from turnfold.trainer.plan import PlanError, Schedule, schedule
 
 LOSS_AGG_MODE = "seq-mean-token-sum"
 
+MEAN_OVER_ROWS = frozenset({"sapo", "geo_mean"})
+"""Policy losses of verl that take a mean over rows whatever `loss_agg_mode` says."""
 
-def defaults(run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | None) -> list[str]:
-    """Our overrides of verl's configuration, in hydra's own form."""
+RATIO_OF_A_ROW = frozenset({"gspo"})
+"""Policy losses whose ratio is that of a whole row."""
+
+
+NOT_READ: Mapping[str, str] = {
+    "trainer.total_training_steps": "--num-batches",
+    "trainer.total_epochs": "--num-batches",
+    "trainer.save_freq": "TURNFOLD_CHECKPOINT_EVERY",
+    "trainer.max_actor_ckpt_to_keep": "TURNFOLD_KEEP_CHECKPOINTS",
+    "trainer.default_local_dir": "--run-dir",
+    "trainer.resume_mode": "a run goes on behind its last checkpoint in --run-dir, always",
+    "trainer.test_freq": "TURNFOLD_EVAL_EVERY",
+    "trainer.val_before_train": "TURNFOLD_EVAL_DATASET; version 0 is evaluated",
+    "trainer.v1": "TURNFOLD_MAX_STALENESS",
+    "algorithm.filter_groups": "TURNFOLD_IS_ZERO_VARIANCE_DROPPED",
+    "data.train_files": "TURNFOLD_DATASET",
+    "data.val_files": "TURNFOLD_EVAL_DATASET",
+    "data.max_prompt_length": "TURNFOLD_MAX_CONTEXT_TOKENS and TURNFOLD_MAX_ROW_TOKENS",
+    "data.max_response_length": "TURNFOLD_MAX_ROW_TOKENS",
+    "actor_rollout_ref.rollout.agent": "workers run agents (`turnfold worker`)",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engines are servers of their own",
+    "critic": "no estimator here needs one",
+    "reward": "agents give rewards",
+    "reward_model": "agents give rewards",
+    "custom_reward_function": "agents give rewards",
+}
+"""verl's settings, and all below them, that have no effect here, and what stands in their place."""
+
+
+def defaults(
+    run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | None, is_fsdp: bool = True
+) -> list[str]:
+    """Our overrides of verl's configuration, in hydra's own form.
+
+    verl's other engines, such as Megatron (`model_engine=megatron`), have no settings of FSDP.
+    """
     actor, rollout, model_ = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
     fp32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
     chosen = [
@@ -30,9 +66,7 @@ def defaults(run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | Non
         f"{model_}.use_remove_padding=false",
         f"{model_}.lora.merge=true",  # engines load full weights
         f"{model_}.enable_gradient_checkpointing={str(is_gpu).lower()}",
-        f"{actor}.strategy=fsdp2",
         f"{actor}.use_torch_compile=false",
-        f"{actor}.fsdp_config.use_torch_compile=false",
         f"{actor}.use_dynamic_bsz=true",
         f"{actor}.ppo_max_token_len_per_gpu={run.max_row_tokens}",
         f"{actor}.ppo_mini_batch_size={run.groups_per_batch}",
@@ -50,7 +84,9 @@ def defaults(run: RunConfig, *, model: str, is_gpu: bool, num_batches: int | Non
         f"trainer.experiment_name={_quoted(run.run_id)}",
         "trainer.n_gpus_per_node=1",
     ]
-    if not is_gpu:
+    if is_fsdp:
+        chosen += [f"{actor}.strategy=fsdp2", f"{actor}.fsdp_config.use_torch_compile=false"]
+    if is_fsdp and not is_gpu:
         ref = "actor_rollout_ref.ref"
         chosen += [f"++{part}.fsdp_config.mixed_precision={fp32}" for part in (actor, ref)]
     return chosen
@@ -76,7 +112,13 @@ def compose(
     spec = find_spec("verl")
     if spec is None or spec.origin is None:
         raise SettingsError('verl is not installed: pip install "turnfold[train]"')
-    ours = defaults(run, model=model, is_gpu=is_gpu, num_batches=num_batches)
+    ours = defaults(
+        run,
+        model=model,
+        is_gpu=is_gpu,
+        num_batches=num_batches,
+        is_fsdp=not any(_key(o) == "model_engine" and o != "model_engine=dp" for o in overrides),
+    )
     chosen = {_key(override) for override in overrides}
     kept = [override for override in ours if _key(override) not in chosen]
     directory = str(Path(spec.origin).parent / "trainer" / "config")
@@ -101,6 +143,12 @@ def check(config: Any, run: RunConfig, *, num_ranks: int = 1, is_gpu: bool = Fal
         "up over rows, so that splitting a rollout into rows changes nothing; remove the override",
     )
     _refuse(
+        actor.policy_loss.loss_mode in MEAN_OVER_ROWS,
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}: verl takes "
+        "its mean over the rows of a micro-batch, so that a rollout of more rows would count for "
+        "more; use vanilla, gspo or cispo",
+    )
+    _refuse(
         not actor.use_dynamic_bsz or not rollout.log_prob_use_dynamic_bsz,
         "use_dynamic_bsz=false: the number of rows varies, and fixed micro-batches must divide it; "
         "keep actor_rollout_ref.actor.use_dynamic_bsz=true and "
@@ -122,9 +170,17 @@ def check(config: Any, run: RunConfig, *, num_ranks: int = 1, is_gpu: bool = Fal
         "have to be merged; remove the override",
     )
     _refuse(
-        not is_gpu and actor.strategy == "fsdp",
-        "actor_rollout_ref.actor.strategy=fsdp: FSDP1 does not run on a CPU; use fsdp2",
+        not is_gpu and actor.strategy != "fsdp2",
+        f"actor_rollout_ref.actor.strategy={actor.strategy}: on a CPU verl has FSDP2 alone; use "
+        "fsdp2, or train on GPUs (TURNFOLD_DEVICE=cuda)",
     )
+    _refuse(
+        rollout.top_p != 1 or rollout.top_k > 0,
+        f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: the trainer's "
+        "logprobs are over the whole vocabulary, so that those of truncated sampling do not "
+        "compare; remove the overrides, and sample without truncation",
+    )
+    _check_checkpoint_engine(rollout.checkpoint_engine)
     budget = min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
     _refuse(
         budget < run.max_row_tokens,
@@ -144,6 +200,52 @@ def check(config: Any, run: RunConfig, *, num_ranks: int = 1, is_gpu: bool = Fal
         )
     except (AdvantageError, PlanError) as error:
         raise SettingsError(str(error)) from error
+
+
+def cautions(config: Any, overrides: Sequence[str] = ()) -> list[str]:
+    """What is allowed and does not mean what its name says: settings that nothing reads, and a ratio
+    of a sequence where a rollout has several rows.
+    """
+    unread = [
+        f"{key} is not read here; instead: {instead}"
+        for key in map(_key, overrides)
+        for name, instead in NOT_READ.items()
+        if f"{key}.".startswith(f"{name}.")
+    ]
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if loss_mode not in RATIO_OF_A_ROW:
+        return unread
+    return [
+        *unread,
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode} takes a row for a sequence: a "
+        "rollout of several rows (tree history, sub-agents, resets) has a ratio for each of them; "
+        "keep history_mode=linear, or use a loss with a ratio for each token (vanilla, cispo)",
+    ]
+
+
+def sends_weights(config: Any) -> bool:
+    """Does one of verl's checkpoint engines send weights, besides the directory of a version?"""
+    return bool(config.actor_rollout_ref.rollout.checkpoint_engine.backend != "naive")
+
+
+def check_gate(config: Any, max_mismatch_kl: float | None) -> None:
+    """Raise SettingsError for a limit on a mismatch that nobody would measure."""
+    _refuse(
+        max_mismatch_kl is not None and bool(config.algorithm.rollout_correction.bypass_mode),
+        "TURNFOLD_MAX_MISMATCH_KL is set, but with algorithm.rollout_correction.bypass_mode=true "
+        "the trainer computes no logprobs to compare with: take one of them away",
+    )
+
+
+def _check_checkpoint_engine(engine: Any) -> None:
+    name = "actor_rollout_ref.rollout.checkpoint_engine"
+    _refuse(
+        engine.backend != "naive" and not engine.custom_backend_module,
+        f"{name}.backend={engine.backend}: verl's own backends send to rollout workers that verl "
+        "starts beside an engine in its Ray cluster, and here engines are servers that somebody "
+        f"else starts, which load a directory; keep naive, or name in {name}."
+        "custom_backend_module a module that registers a backend with a receiving side of its own",
+    )
 
 
 def lora_rank(config: Any) -> int:

@@ -50,6 +50,10 @@ class Driver(ABC):
     def skip_batches(self, count: int) -> None:
         self.call("skip_batches", count)
 
+    def send_weights(self, version: int) -> None:
+        """Send the present parameters by verl's checkpoint engine; returns when they are sent."""
+        self.call("send_weights", version)
+
     def write_weights(self, publication: Publication) -> Path:
         """Write the present parameters, part by part. A version that is there stays as it is."""
         if weights.is_valid(publication.directory):

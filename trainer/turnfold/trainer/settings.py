@@ -31,6 +31,8 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Published versions that stay on disk, at least 2; one that engines still serve stays too."""
     keep_checkpoints: int = 3
     """Checkpoints that stay on disk, at least 2 so that a damaged one has one before it."""
+    keep_checkpoint_hours: int = 0
+    """For so many hours back, the newest checkpoint of each hour stays besides those."""
     checkpoint_every: int = 1
     """Batches per checkpoint; after a crash the batches since the last one are trained again."""
     is_overlapped: bool = True
@@ -49,8 +51,10 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
         for name in ("checkpoint_every", "prefetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.num_batches is not None and self.num_batches < 0:
-            raise ValueError(f"num_batches: expected 0 or more, got {self.num_batches}")
+        for name in ("num_batches", "keep_checkpoint_hours"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {value}")
 
     @property
     def weights_dir(self) -> Path:

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from turnfold.schemas.trajectories import Row
 from turnfold.schemas.wire import Logprobs, LossMask, TokenIds
-from turnfold.trainer.plan import NOOP_TOKENS, Schedule
+from turnfold.trainer.plan import NOOP_TOKENS, Plan, Schedule
 from turnfold.trainer.rows import TrainRow, token_advantages
 
 
@@ -94,35 +94,77 @@ def compared(data: TensorDict) -> list[tuple[torch.Tensor, ...]]:
 def correct_for_sampling(
     data: TensorDict,
     by_rank: Mapping[int, Sequence[tuple[torch.Tensor, ...]]],
+    rollouts: Mapping[int, Sequence[str]],
     rank: int,
     correction: Any,
 ) -> dict[str, float]:
     """verl's rollout correction: add weights, narrow the mask, return its metrics.
 
-    Compares `old_log_probs` with `rollout_log_probs` token by token over the rows of all ranks,
-    `compared` of each; `correction` is verl's `algorithm.rollout_correction`. Changes `data`, the
-    rows of `rank`, in place.
+    Compares `old_log_probs` with `rollout_log_probs` over the rows of all ranks, `compared` of
+    each; `rollouts` names the rollout of every row. A sequence of verl is a *rollout*, its rows one
+    behind the other, so that corrections per sequence do not depend on how it was split:
+
+        rows a: 1 2    a: 3    b: 4 5      sequences 1 2 3 and 4 5
+
+    `correction` is verl's `algorithm.rollout_correction`. Changes `data`, the rows of `rank`, in
+    place.
     """
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
     from verl.workers.utils.padding import response_to_nested
 
     rows = [row for r in sorted(by_rank) for row in by_rank[r]]
-    first = sum(len(by_rank[r]) for r in by_rank if r < rank)
-    columns = dict(zip(_COMPARED, map(jagged, zip(*rows, strict=True)), strict=True))
+    members = _rows_of_rollouts([name for r in sorted(by_rank) for name in rollouts[r]])
+    joined = [
+        [torch.cat(parts) for parts in zip(*(rows[i] for i in indices), strict=True)]
+        for indices in members
+    ]
+    columns = dict(zip(_COMPARED, map(jagged, zip(*joined, strict=True)), strict=True))
     mask = columns["response_mask"]
     if not mask.values().any():
         return {}  # nothing is trained, so there is nothing to compare
-    padded = TensorDict(columns, batch_size=len(rows)).to_padded_tensor()
+    padded = TensorDict(columns, batch_size=len(members)).to_padded_tensor()
     batch, metrics = compute_rollout_correction_and_add_to_batch(
         DataProto(batch=padded), correction
     )
+    first = sum(len(by_rank[r]) for r in by_rank if r < rank)
     for name in ("response_mask", "rollout_is_weights"):
         if name in batch.batch:
             found = response_to_nested(batch.batch[name], mask).unbind()
-            data[name] = jagged(found[first : first + len(data)])
+            parts = _parted(found, members, [len(row[0]) for row in rows])
+            data[name] = jagged(parts[first : first + len(data)])
     data["loss_mask"] = data["response_mask"]
     return {name: float(value) for name, value in metrics.items()}
+
+
+def rollouts_by_rank(rows: Sequence[TrainRow], plan: Plan) -> dict[int, list[str]]:
+    """The rollout of every row of every rank; no-op rows have none."""
+    return {
+        rank: ["" if i is None else rows[i].rollout_id for i in plan.rank(rank)]
+        for rank in range(plan.schedule.num_ranks)
+    }
+
+
+def _rows_of_rollouts(names: Sequence[str]) -> list[list[int]]:
+    """Places of the rows of each rollout; a row without one stands alone.
+
+    a b a "" ""  ->  [0 2] [1] [3] [4]
+    """
+    places: dict[str | int, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name or place, []).append(place)
+    return list(places.values())
+
+
+def _parted(
+    joined: Sequence[torch.Tensor], members: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> list[torch.Tensor]:
+    """The opposite of joining: what belongs to each row, in the order of the rows."""
+    parts: dict[int, torch.Tensor] = {}
+    for tensor, indices in zip(joined, members, strict=True):
+        split = tensor.split([lengths[i] for i in indices])
+        parts |= dict(zip(indices, split, strict=True))
+    return [parts[i] for i in range(len(lengths))]
 
 
 def for_update(
@@ -167,4 +209,4 @@ def _logprobs(row: TrainRow) -> torch.Tensor:
 
 
 def _advantages(row: TrainRow) -> torch.Tensor:
-    return torch.from_numpy(token_advantages(row.advantage, row.row))
+    return torch.from_numpy(token_advantages(row))

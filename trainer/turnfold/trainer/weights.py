@@ -45,6 +45,16 @@ def model_dir(setting: str) -> Path:
     return directory
 
 
+def placeholders(directory: Path) -> dict[int, str]:
+    """Tokens that stand for an image, a video or sound in a model's prompts, named by config.json.
+
+    {151655: "image_token_id"}
+    """
+    config = json.loads((directory / "config.json").read_text())
+    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+    return {int(config[name]): name for name in names if config.get(name) is not None}
+
+
 def version_dir(root: Path, version: int) -> Path:
     return root / f"v{version:08d}"
 

@@ -14,13 +14,13 @@ import msgspec
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.settings import SettingsError
 from turnfold.trainer import checkpoints, config, drivers, weights
-from turnfold.trainer.advantages import rollout_advantages, score
+from turnfold.trainer.advantages import rollout_advantages, score, turn_advantages
 from turnfold.trainer.backends import durable, environment
 from turnfold.trainer.checkpoints import Checkpoint
 from turnfold.trainer.drivers import Driver
 from turnfold.trainer.plan import Plan, Schedule, plan
 from turnfold.trainer.resume import check_new, check_owner, origin
-from turnfold.trainer.rows import TrainRow, train_rows
+from turnfold.trainer.rows import TrainRow, check_media, train_rows
 from turnfold.trainer.settings import Settings
 from turnfold.trainer.source import Batch
 from turnfold.trainer.weights import Publication
@@ -47,6 +47,11 @@ class Policy:
             num_batches=settings.num_batches,
         )
         self.schedule: Schedule = config.check(self.config, run, is_gpu=self._is_gpu)
+        config.check_gate(self.config, settings.max_mismatch_kl)
+        self.sends_weights = config.sends_weights(self.config)
+        for caution in config.cautions(self.config, overrides):
+            log.warning("%s", caution)
+        self._placeholders = weights.placeholders(self._model)
         self._dtype = _dtype(settings.weights_dtype, self._is_gpu)
         self._driver: Driver | None = None
         sizes = self.config.trainer
@@ -108,8 +113,11 @@ class Policy:
         """The rows of a batch with their advantages, and where each of them goes."""
         algorithm = self.config.algorithm
         scores = [score(trajectory) for trajectory in batch.trajectories]
-        advantages = rollout_advantages(scores, algorithm.adv_estimator, algorithm)
-        rows = train_rows(batch.trajectories, advantages)
+        estimator = algorithm.adv_estimator
+        advantages = rollout_advantages(scores, estimator, algorithm)
+        by_turn = turn_advantages(batch.trajectories, estimator, algorithm)
+        rows = train_rows(batch.trajectories, advantages, by_turn)
+        check_media(rows, self._placeholders)
         return rows, plan([row.size for row in rows], self.schedule)
 
     def publication(self, version: int) -> Publication:

@@ -1,5 +1,7 @@
 """Settings from variables and options."""
 
+from typing import Literal
+
 import pytest
 
 from turnfold.schemas.run import RunConfig
@@ -13,6 +15,10 @@ class Example(Wire, frozen=True, kw_only=True):
     ratio: float = 0.5
     is_fast: bool = False
     names: tuple[str, ...] = ()
+
+
+class Choosing(Wire, frozen=True, kw_only=True):
+    engine_kind: Literal["vllm", "sglang"] = "vllm"
 
 
 class Strict(Wire, frozen=True, kw_only=True):
@@ -44,6 +50,12 @@ def test_an_empty_variable_is_not_set() -> None:
 def test_text_that_makes_no_sense_names_the_variable() -> None:
     with pytest.raises(SettingsError, match="TURNFOLD_PORT='eighty'"):
         load(Example, {"TURNFOLD_PORT": "eighty"})
+
+
+def test_an_option_that_is_none_of_the_words_names_them() -> None:
+    assert load(Choosing, {}, engine_kind="sglang").engine_kind == "sglang"
+    with pytest.raises(SettingsError, match="--engine-kind 'tgi': expected one of vllm, sglang"):
+        load(Choosing, {}, engine_kind="tgi")
 
 
 def test_a_missing_setting_without_default_names_the_variable() -> None:

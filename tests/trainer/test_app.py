@@ -294,7 +294,8 @@ async def test_a_trajectory_that_the_topic_no_longer_holds_is_named(
     group = msgspec.structs.replace(cut.groups[0], rollouts=(ref,))
     await log.send(log.topics.batches, msgspec.structs.replace(cut, index=1, groups=(group,)))
     with pytest.raises(
-        SourceError, match=r"batch 1 names .*trajectories/0@999, but .*turnfold rep"
+        SourceError,
+        match=rf"batch 1 trains 1 rollouts .*: {ref.rollout_id}\. .*trajectories/0@999,",
     ):
         await train(log, tmp_path, 1)
 

@@ -38,7 +38,7 @@ def load(kind: type[S], environment: Mapping[str, str], /, **options: Any) -> S:
     for field in msgspec.structs.fields(kind):
         name = variable(field.name)
         if options.get(field.name) is not None:
-            values[field.name] = options[field.name]
+            values[field.name] = _checked(options[field.name], field.type, field.name)
         elif environment.get(name, "") != "":
             values[field.name] = _converted(environment[name], field.type, name)
         elif field.required:
@@ -47,6 +47,15 @@ def load(kind: type[S], environment: Mapping[str, str], /, **options: Any) -> S:
         return kind(**values)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """An option as it came, which is one of the words that it may be where these are few."""
+    allowed = get_args(kind) if get_origin(kind) is Literal else (value,)
+    if value not in allowed:
+        option = f"--{name.replace('_', '-')}"
+        raise SettingsError(f"{option} {value!r}: expected one of {', '.join(map(str, allowed))}")
+    return value
 
 
 def _converted(text: str, kind: Any, name: str) -> Any:

@@ -252,7 +252,7 @@ class _Assembler:
         if record.topic == self.topics.policies:
             event = codec.decode(PolicyEvent, value, content_type)
             if isinstance(event, PolicyPublished) and event.run_id == self.config.run_id:
-                self._published = event.policy_version
+                self._published = max(self._published, event.policy_version)
         elif record.topic == self.topics.tasks:
             task = codec.decode(Task, value, content_type)
             self.state.add_task(task, record.partition, record.offset)

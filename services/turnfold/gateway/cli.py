@@ -16,6 +16,9 @@ def gateway(
     engine: Annotated[
         list[str] | None, typer.Option(help="URL of an inference engine; repeat for replicas.")
     ] = None,
+    engine_kind: Annotated[
+        str | None, typer.Option(help="Which server the engines are: vllm or sglang.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     public_url: Annotated[
@@ -54,6 +57,7 @@ def gateway(
         is_dev=dev,
         model=model,
         engines=tuple(engine) if engine else None,
+        engine_kind=engine_kind,
         host=host,
         port=port,
         public_url=public_url,
@@ -67,6 +71,9 @@ def gateway(
 def relay(
     engine: Annotated[
         list[str] | None, typer.Option(help="URL of an inference engine; repeat for replicas.")
+    ] = None,
+    engine_kind: Annotated[
+        str | None, typer.Option(help="Which server the engines are: vllm or sglang.")
     ] = None,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka bootstrap servers.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
@@ -85,6 +92,7 @@ def relay(
 
     options: dict[str, Any] = {
         "engines": tuple(engine) if engine else None,
+        "engine_kind": engine_kind,
         "bootstrap": bootstrap,
         "namespace": namespace,
         "health_port": health_port,

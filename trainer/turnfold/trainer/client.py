@@ -30,6 +30,9 @@ from turnfold.trainer.source import (
 
 log = logging.getLogger("turnfold.trainer")
 
+_MAX_NAMED = 5
+"""Rollouts that an error names."""
+
 
 class BatchSource:
     """The batches of a run in order, each with its trajectories.
@@ -102,6 +105,7 @@ class BatchSource:
 
     async def _fetch(self, cut: BatchCut) -> tuple[Trajectory, ...]:
         """All trajectories that a manifest names, in its order, verified."""
+        await self._refuse_expired(cut)
         wanted: dict[int, list[int]] = defaultdict(list)
         for _, ref in refs(cut):
             wanted[ref.partition].append(ref.offset)
@@ -117,18 +121,33 @@ class BatchSource:
             trajectories.append(trajectory)
         return tuple(trajectories)
 
+    async def _refuse_expired(self, cut: BatchCut) -> None:
+        """Raise SourceError naming the rollouts that the topic holds no more, or never held."""
+        topic = self._topics.trajectories
+        pairs = sorted({(topic, ref.partition) for _, ref in refs(cut)})
+        starts = await self._trajectories.start_offsets(pairs)
+        ends = await self._trajectories.end_offsets(pairs)
+        lost = [
+            ref
+            for _, ref in refs(cut)
+            if not starts[topic, ref.partition] <= ref.offset < ends[topic, ref.partition]
+        ]
+        if lost:
+            first = lost[0]
+            pair = (topic, first.partition)
+            named = ", ".join(ref.rollout_id for ref in lost[:_MAX_NAMED])
+            raise SourceError(
+                f"batch {cut.index} trains {len(lost)} rollouts that {topic} does not hold: "
+                f"{named}{', …' if len(lost) > _MAX_NAMED else ''}. The first should lie at "
+                f"{topic}/{first.partition}@{first.offset}, where {starts[pair]} to "
+                f"{ends[pair] - 1} are left: they have expired or were lost. Keep trajectories "
+                "until they are trained (`turnfold topics check` warns before); `turnfold replay` "
+                "still shows what the rows were"
+            )
+
     async def _read(self, partition: int, offsets: Sequence[int], index: int) -> list[Record]:
         """The records at these offsets, by one sequential read."""
         pair = (self._topics.trajectories, partition)
-        start = (await self._trajectories.start_offsets([pair]))[pair]
-        end = (await self._trajectories.end_offsets([pair]))[pair]
-        for offset in (offsets[0], offsets[-1]):
-            if not start <= offset < end:
-                raise SourceError(
-                    f"batch {index} names {pair[0]}/{partition}@{offset}, but the topic holds "
-                    f"{start} to {end - 1}: trajectories have expired or were lost; rebuild them "
-                    "with `turnfold replay`"
-                )
         await self._trajectories.assign({pair: offsets[0]})
         missing, found = set(offsets), []
         while missing:

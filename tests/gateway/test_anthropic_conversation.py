@@ -421,6 +421,8 @@ async def test_a_stream_shows_signs_of_life_while_the_engine_is_silent(stack: An
         async for line in response.aiter_lines():
             lines.append(line)
             release.set()
-    assert lines[:3] == ["event: ping", 'data: {"type":"ping"}', ""]
+    # The engine answers once something has come: a ping, or the start of the message if it is known.
+    assert lines[0] in ("event: ping", "event: message_start")
+    assert 'data: {"type":"ping"}' in lines
     assert [line for line in lines if line][-1] == 'data: {"type":"message_stop"}'
     assert len(await stack.turns(rollout.rollout_id)) == 1

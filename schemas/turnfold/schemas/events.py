@@ -164,6 +164,9 @@ class TurnCompleted(RolloutEvent, frozen=True, kw_only=True, tag="turn_completed
     has_instructions: bool = False
     """The first message of the history is `instructions` of OpenAI's responses API: a later call
     that names this turn as the previous response brings its own."""
+    unenforced: tuple[str, ...] = ()
+    """Fields of the request that would constrain the output and were not enforced: `tool_choice`,
+    `response_format`, …; the reply was sampled freely all the same."""
 
 
 class TurnFailed(RolloutEvent, frozen=True, kw_only=True, tag="turn_failed"):

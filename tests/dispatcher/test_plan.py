@@ -294,6 +294,7 @@ def test_a_dispatcher_that_starts_again_sends_what_it_would_have_sent(
 
 
 @given(steps=_steps)
+@pytest.mark.field_case("trl#7274")
 def test_no_task_is_skipped_or_sent_twice(steps: list[str]) -> None:
     run = _played(steps)
     first_attempts = places([one for one in run.sent if one.attempt == 0])

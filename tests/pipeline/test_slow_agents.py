@@ -207,6 +207,7 @@ def test_the_run_finishes(left: Left) -> None:
     assert [cut.index for cut in left.cuts][:NUM_BATCHES] == list(range(1, NUM_BATCHES + 1))
 
 
+@pytest.mark.field_case("NeMo RL#2305")
 @pytest.mark.field_case("NeMo RL#3238")
 def test_every_kind_of_end_came_about_and_is_named(left: Left) -> None:
     reasons = {end.reason for end in left.ends.values() if isinstance(end, RolloutAborted)}

@@ -107,6 +107,7 @@ class Crash(Exception):
     [(checkpoints, "commit"), (weights, "write"), (PolicyLog, "publish")],
     ids=["before the checkpoint", "before the weights", "before the announcement"],
 )
+@pytest.mark.field_case("NeMo RL#3480")
 async def test_a_crash_at_any_step_of_publishing_trains_no_batch_twice_and_skips_none(
     owner: Any,
     name: str,

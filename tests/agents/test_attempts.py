@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -88,10 +89,9 @@ async def test_a_stop_ends_the_engines_work_even_when_the_agent_ignores_it(
     async def stubborn(task: Any, rollout: Any) -> None:
         calling = asyncio.create_task(call_forever(task, rollout))
         while not is_over.is_set():
-            try:
-                await asyncio.shield(calling)
-            except BaseException:
+            with suppress(BaseException):
                 await asyncio.sleep(0.01)
+        calling.cancel()
 
     trying = attempt(stubborn, timeout_s=60.0, grace_s=0.2)
     running = asyncio.create_task(trying.run())

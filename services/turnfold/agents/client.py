@@ -16,7 +16,7 @@ import asyncio
 import importlib
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -245,8 +245,9 @@ class Rollout(ModelAccess):
         traceback: TracebackType | None,
     ) -> None:
         if self.status == "running":
-            # A cancelled task may still say goodbye.
-            await asyncio.shield(self.abort(*_reason_of(error)))
+            # A cancelled task may still say goodbye. An agent may have ended it by HTTP itself.
+            with suppress(RolloutClosed):
+                await asyncio.shield(self.abort(*_reason_of(error)))
 
     async def start(self) -> None:
         """Start the rollout. Raises GatewayError."""

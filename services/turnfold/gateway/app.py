@@ -24,6 +24,7 @@ from turnfold.gateway.settings import DEV_SECRET, Settings
 from turnfold.gateway.tracing import exported_spans
 from turnfold.gateway.turns.pinning import compile_pins
 from turnfold.history.errors import RenderError
+from turnfold.log.memory import give_back_freed_memory
 from turnfold.log.service import Health, InnerServer, run_service
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.messages import ChatMessage
@@ -34,6 +35,7 @@ def serve_gateway(
     environment: Mapping[str, str], *, ready_file: Path | None, is_dev: bool, **options: Any
 ) -> None:
     """Run until SIGTERM or SIGINT; exits 1 with one line when it cannot start."""
+    give_back_freed_memory()
     try:
         settings = gateway_settings(environment, is_dev=is_dev, **options)
         model, reply_format = model_and_format(settings)

@@ -30,12 +30,16 @@ from turnfold.schemas.errors import UserError
 from turnfold.schemas.messages import ChatMessage
 from turnfold.schemas.settings import SettingsError, load
 
+_SWITCH_S = 0.001
+"""Longest that a thread which plans or parses holds up the event loop, a fifth of Python's own."""
+
 
 def serve_gateway(
     environment: Mapping[str, str], *, ready_file: Path | None, is_dev: bool, **options: Any
 ) -> None:
     """Run until SIGTERM or SIGINT; exits 1 with one line when it cannot start."""
     give_back_freed_memory()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         settings = gateway_settings(environment, is_dev=is_dev, **options)
         model, reply_format = model_and_format(settings)

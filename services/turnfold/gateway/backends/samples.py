@@ -56,6 +56,8 @@ def check_ids(ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:
 
     `first` is the position of ids[0] in the output.
     """
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return
     for position, token_id in enumerate(ids, start=first):
         if not 0 <= token_id < vocab_size:
             raise unusable(
@@ -71,7 +73,16 @@ def finite_logprobs(
         raise unusable("expected logprobs, got none")
     if len(entries) != len(output_ids):
         raise unusable(f"{len(output_ids)} output tokens but {len(entries)} logprobs")
-    values = []
+    values = [entry.logprob for entry in entries if entry.logprob is not None]
+    named_ids = [entry.token_id for entry in entries if entry.token_id is not None]
+    is_complete = len(values) == len(entries) and all(map(math.isfinite, values))
+    if not is_complete or (named_ids and named_ids != list(output_ids)):
+        _refuse_entries(entries, output_ids, first)
+    return values
+
+
+def _refuse_entries(entries: Sequence[TokenLogprob], output_ids: Sequence[int], first: int) -> None:
+    """Raise EngineError for the first entry that is wrong."""
     for position, (entry, token_id) in enumerate(zip(entries, output_ids, strict=True), first):
         if entry.logprob is None or not math.isfinite(entry.logprob):
             raise unusable(f"output token {position}: logprob {entry.logprob} is not finite")
@@ -79,8 +90,6 @@ def finite_logprobs(
             raise unusable(
                 f"output token {position}: id {token_id} has the logprob of id {entry.token_id}"
             )
-        values.append(entry.logprob)
-    return values
 
 
 def packed_logprobs(values: Sequence[float]) -> Logprobs:

@@ -270,6 +270,8 @@ async def test_a_client_that_leaves_frees_its_place_in_the_engine(
     rollout = await pipeline.start_rollout(max_tokens=900)
 
     async def is_running() -> bool:
+        if call.done():
+            raise AssertionError(f"the call ended by itself: {call}")
         return bool(await asyncio.to_thread(server.num_running) == 1)
 
     async def is_free() -> bool:

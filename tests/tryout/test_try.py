@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -68,6 +69,39 @@ async def test_an_agent_is_run_on_its_tasks_and_every_turn_is_shown(tmp_path: Pa
     ), output
     assert "try-000001-01   no reward: agent_error\n      KeyError: 'no such thing'" in output
     assert "2 of 4 rollouts have a reward; 2 turns, 0 healed" in output
+
+
+HANGING_AGENT = """
+import asyncio
+
+async def run(task, rollout):
+    print("playing", flush=True)
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.pipeline
+async def test_a_stop_ends_all_that_was_started(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "my_agent.py").write_text(HANGING_AGENT)
+    with ScriptedEngine() as engine:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "turnfold.cli", "try", "--agent", "my_agent.py:run"),
+            *("--engine", engine.url, "--model", "model"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        async with asyncio.timeout(200):
+            while b"playing" not in await process.stdout.readline():
+                assert not process.stdout.at_eof()
+            started_processes = psutil.Process(process.pid).children(recursive=True)
+            assert len(started_processes) >= 2  # broker and gateway
+            process.terminate()
+            output, _ = await process.communicate()
+    assert output.decode().endswith("turnfold try: stopped\n")
+    assert not any(child.is_running() for child in started_processes)
 
 
 @pytest.mark.parametrize(

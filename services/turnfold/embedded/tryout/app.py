@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Coroutine
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -74,7 +76,10 @@ def run(options: Options) -> bool:
     configure_logging("WARNING")
     with TemporaryDirectory(prefix="turnfold-try-") as directory:
         layout = _layout(Path(directory), model, options)
-        return asyncio.run(_run(layout, options, agent, rows))
+        try:
+            return asyncio.run(_stoppable(_run(layout, options, agent, rows)))
+        except asyncio.CancelledError:
+            sys.exit("turnfold try: stopped")
 
 
 def _rows(options: Options) -> list[dict[str, Any]]:
@@ -97,6 +102,13 @@ def _layout(run_dir: Path, model: Path, options: Options) -> Layout:
         python=sys.executable,
         agent=options.agent,
     )
+
+
+async def _stoppable(work: Coroutine[Any, Any, bool]) -> bool:
+    """The work, which ends what it has started on SIGTERM too."""
+    playing = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+    return await playing
 
 
 async def _run(layout: Layout, options: Options, agent: Any, rows: list[dict[str, Any]]) -> bool:

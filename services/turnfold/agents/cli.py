@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace
+
 
 def worker(
     agent: Annotated[
@@ -26,14 +28,10 @@ def worker(
         int | None, typer.Option(help="Rollouts that run at a time, over all groups.")
     ] = None,
     gateway_url: Annotated[str | None, typer.Option(help="Where the gateway listens.")] = None,
-    bootstrap: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers, host:port.")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
-    health_port: Annotated[
-        int | None, typer.Option(help="Port of /healthz, /readyz and /metrics.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
+    health_port: HealthPort = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Run an agent for every task that the dispatcher hands out.
 
@@ -88,7 +86,7 @@ def asyncapi(
     bootstrap: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers to name in the document.")
     ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
+    namespace: Namespace = None,
 ) -> None:
     """Print the AsyncAPI document of all topics: what is in them, for any language.
 

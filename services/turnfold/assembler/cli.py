@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace, serve
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace
 
 
 def assembler(
@@ -29,6 +29,7 @@ def assembler(
 
     from turnfold.assembler.app import run
     from turnfold.assembler.settings import Settings
+    from turnfold.log.service import run_service
     from turnfold.schemas.run import RunConfig
     from turnfold.schemas.settings import load
 
@@ -41,4 +42,4 @@ def assembler(
         log_level=log_level,
     )
     config = load(RunConfig, os.environ, run_id=run_id)
-    serve("assembler", settings, lambda health, stop: run(settings, config, health, stop))
+    run_service("assembler", lambda health, stop: run(settings, config, health, stop), settings)

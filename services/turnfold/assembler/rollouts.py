@@ -94,14 +94,20 @@ def summary(trajectory: Trajectory, partition: int, offset: int, digest: str) ->
     )
 
 
-def reason_to_leave_out(rollout: RolloutSummary, config: RunConfig) -> str | None:
-    """Why nothing can be learnt from it; None when it can be trained."""
+def reason_for_no_reward(rollout: RolloutSummary) -> str | None:
+    """Why it has no reward that counts; None when it has one."""
     if rollout.status == "aborted":
         return f"aborted:{rollout.reason}" if rollout.reason else "aborted"
     if rollout.reward is None:
         return "no_reward"
-    if not math.isfinite(rollout.reward):
-        return "reward_not_finite"
+    return None if math.isfinite(rollout.reward) else "reward_not_finite"
+
+
+def reason_to_leave_out(rollout: RolloutSummary, config: RunConfig) -> str | None:
+    """Why nothing can be learnt from it; None when it can be trained."""
+    reason = reason_for_no_reward(rollout)
+    if reason is not None:
+        return reason
     if rollout.num_rows == 0:
         return "no_rows"
     if rollout.num_trained == 0:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from turnfold.assembler.evaluation import EvaluationGroup, EvaluationTask
 from turnfold.assembler.groups import GroupsState
-from turnfold.assembler.rollouts import RolloutSummary
+from turnfold.assembler.rollouts import RolloutSummary, reason_for_no_reward
 from turnfold.schemas.batches import (
     EvaluatedRollout,
     EvaluationCompleted,
@@ -103,12 +103,9 @@ def _scored(
 
 def _reason_not_to_score(rollout: RolloutSummary, task: EvaluationTask) -> str | None:
     """A rollout that sampled nothing or too much has a reward all the same: it counts."""
-    if rollout.status == "aborted":
-        return f"aborted:{rollout.reason}" if rollout.reason else "aborted"
-    if rollout.reward is None:
-        return "no_reward"
-    if not math.isfinite(rollout.reward):
-        return "reward_not_finite"
+    reason = reason_for_no_reward(rollout)
+    if reason is not None:
+        return reason
     return None if 0 <= rollout.index < task.n else "no_such_slot"
 
 

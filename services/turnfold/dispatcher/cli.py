@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace, serve
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace
 
 
 def dispatcher(
@@ -58,6 +58,7 @@ def dispatcher(
 
     from turnfold.dispatcher.app import run
     from turnfold.dispatcher.settings import Settings
+    from turnfold.log.service import run_service
     from turnfold.schemas.run import RunConfig
     from turnfold.schemas.settings import load
 
@@ -78,4 +79,4 @@ def dispatcher(
         log_level=log_level,
     )
     config = load(RunConfig, os.environ, run_id=run_id)
-    serve("dispatcher", settings, lambda health, stop: run(settings, config, health, stop))
+    run_service("dispatcher", lambda health, stop: run(settings, config, health, stop), settings)

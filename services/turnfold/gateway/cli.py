@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace
+
 
 def gateway(
     model: Annotated[
@@ -24,12 +26,12 @@ def gateway(
     public_url: Annotated[
         str | None, typer.Option(help="URL under which agents reach this gateway.")
     ] = None,
-    bootstrap: Annotated[str | None, typer.Option(help="Kafka bootstrap servers.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
     reply_format: Annotated[
         str | None, typer.Option(help="How the model writes tool calls: qwen, reasoning or plain.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    log_level: LogLevel = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="Written as JSON {base_url, pid} once it serves.")
     ] = None,
@@ -75,12 +77,10 @@ def relay(
     engine_kind: Annotated[
         str | None, typer.Option(help="Which server the engines are: vllm or sglang.")
     ] = None,
-    bootstrap: Annotated[str | None, typer.Option(help="Kafka bootstrap servers.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
-    health_port: Annotated[
-        int | None, typer.Option(help="Port of /healthz, /readyz and /metrics.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
+    health_port: HealthPort = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Load each new policy into every engine and say in the log when it is served.
 

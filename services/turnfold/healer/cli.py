@@ -6,20 +6,18 @@ from typing import Annotated
 
 import typer
 
+from turnfold.log.cli import Bootstrap, HealthPort, LogLevel, Namespace
+
 
 def healer(
-    bootstrap: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers, host:port.")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Prefix of all topics.")] = None,
+    bootstrap: Bootstrap = None,
+    namespace: Namespace = None,
     partitions: Annotated[
         str | None,
         typer.Option(help="Partitions of the events topic to own, such as 0-1 or 0,3; else all."),
     ] = None,
-    health_port: Annotated[
-        int | None, typer.Option(help="Port of /healthz, /readyz and /metrics.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    health_port: HealthPort = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Fold the events of rollouts into trajectories.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
@@ -43,7 +44,27 @@ class LogSource(Protocol):
         """The first offset of each partition whose record is not older than `at`, Unix seconds."""
 
 
-class KafkaLog:
+class _ReadInBatches(ABC):
+    """Gives single records to those who do not care for batches."""
+
+    @abstractmethod
+    def batches(
+        self,
+        *topics: str,
+        partitions: Collection[int] | None = None,
+        starts: Mapping[int, int] = {},
+    ) -> AsyncGenerator[list[Record]]: ...
+
+    async def read(
+        self, *topics: str, partitions: Collection[int] | None = None
+    ) -> AsyncGenerator[Record]:
+        async with aclosing(self.batches(*topics, partitions=partitions)) as batches:
+            async for records in batches:
+                for record in records:
+                    yield record
+
+
+class KafkaLog(_ReadInBatches):
     """The log of a namespace on a broker. Raises BrokerUnavailable and MissingTopic."""
 
     def __init__(self, bootstrap: str, namespace: str) -> None:
@@ -65,14 +86,6 @@ class KafkaLog:
                 except MissingTopic:
                     continue
         return found
-
-    async def read(
-        self, *topics: str, partitions: Collection[int] | None = None
-    ) -> AsyncGenerator[Record]:
-        async with aclosing(self.batches(*topics, partitions=partitions)) as batches:
-            async for records in batches:
-                for record in records:
-                    yield record
 
     async def batches(
         self,
@@ -103,7 +116,7 @@ class KafkaLog:
         return {partition: offset for (_, partition), offset in found.items()}
 
 
-class FileLog:
+class FileLog(_ReadInBatches):
     """An exported log. Raises LogFileError when the file is not one, or not whole."""
 
     def __init__(self, path: Path) -> None:
@@ -121,14 +134,6 @@ class FileLog:
     async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
         known = self.header.topics
         return {topic: known[topic] for topic in topics if topic in known}
-
-    async def read(
-        self, *topics: str, partitions: Collection[int] | None = None
-    ) -> AsyncGenerator[Record]:
-        async with aclosing(self.batches(*topics, partitions=partitions)) as batches:
-            async for records in batches:
-                for record in records:
-                    yield record
 
     async def batches(
         self,

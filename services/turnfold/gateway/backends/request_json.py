@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import orjson
+
+from turnfold.gateway.calls import CallParams
 
 
 def encode_with_arrays(body: dict[str, Any]) -> bytes:
@@ -14,3 +17,9 @@ def encode_with_arrays(body: dict[str, Any]) -> bytes:
     list of Python ints that is encoded.
     """
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def given_params(params: CallParams) -> dict[str, Any]:
+    """What the agent has set, by name; an engine has its own defaults for the rest."""
+    fields = msgspec.structs.asdict(params)
+    return {name: value for name, value in fields.items() if value not in (None, ())}

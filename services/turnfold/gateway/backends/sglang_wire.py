@@ -20,7 +20,7 @@ from turnfold.gateway.backends.engine import (
     Generation,
     PartialOutput,
 )
-from turnfold.gateway.backends.request_json import encode_with_arrays
+from turnfold.gateway.backends.request_json import encode_with_arrays, given_params
 from turnfold.gateway.backends.samples import (
     TokenLogprob,
     WeightSpan,
@@ -99,12 +99,7 @@ def is_truncating(params: CallParams) -> bool:
 
 
 def _given(params: CallParams) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(params)
-    return {
-        _OWN_NAMES.get(name, name): value
-        for name, value in fields.items()
-        if value not in (None, ())
-    }
+    return {_OWN_NAMES.get(name, name): value for name, value in given_params(params).items()}
 
 
 def read_generation(body: bytes, vocab_size: int) -> Generation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -12,7 +12,7 @@ from turnfold.gateway.backends.engine import (
     Generation,
     PartialOutput,
 )
-from turnfold.gateway.backends.request_json import encode_with_arrays
+from turnfold.gateway.backends.request_json import encode_with_arrays, given_params
 from turnfold.gateway.backends.samples import (
     TokenLogprob,
     WeightSpan,
@@ -22,7 +22,6 @@ from turnfold.gateway.backends.samples import (
     packed_logprobs,
     unusable,
 )
-from turnfold.gateway.calls import CallParams
 from turnfold.schemas.wire import TokenIds
 
 
@@ -60,7 +59,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 def request_body(request: GenerateRequest, *, is_streamed: bool = False) -> bytes:
     """The request; `logprobs: 0` is the sampled token's own logprob and nothing else."""
     sampling = {
-        **_given(request.params),
+        **given_params(request.params),
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "logprobs": 0,
@@ -73,11 +72,6 @@ def request_body(request: GenerateRequest, *, is_streamed: bool = False) -> byte
             "stream": is_streamed,
         }
     )
-
-
-def _given(params: CallParams) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(params)
-    return {name: value for name, value in fields.items() if value not in (None, ())}
 
 
 def read_generation(body: bytes, vocab_size: int) -> Generation:

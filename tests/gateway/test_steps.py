@@ -62,7 +62,9 @@ class Letters:
     def encode(self, text: str) -> Any:
         return np.array([ord(letter) - 97 for letter in text], np.uint32)
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+    ) -> str:
         return "".join(message.content for message in messages)
 
 

@@ -42,7 +42,9 @@ class ToyRenderer:
         self.special_ids = frozenset(MARKS)
         self.boundaries = frozenset(MARKS.values())
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+    ) -> str:
         self.num_renders += 1
         text = f"{len(messages)}:" if self.count_first else ""
         for message in messages:

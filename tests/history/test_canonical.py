@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from turnfold.history.canonical import (
     CosmeticRules,
-    digest_chain,
+    extend_chain,
     is_same_message,
     tools_digest,
 )
@@ -24,6 +24,10 @@ STRICT = CosmeticRules(is_edge_whitespace_cosmetic=False, is_dropped_reasoning_c
 def assistant(content: str = "", reasoning: str = "", **arguments: Any) -> ChatMessage:
     calls = (ToolCall(name="f", arguments=arguments, id="c1"),) if arguments else ()
     return ChatMessage(role="assistant", content=content, reasoning=reasoning, tool_calls=calls)
+
+
+def chain_of(messages: list[ChatMessage], tools: list[Any] | None) -> list[bytes]:
+    return extend_chain(tools_digest(tools), messages, RULES)
 
 
 def called_with(arguments: Any, call_id: str = "", name: str = "f") -> ChatMessage:
@@ -53,7 +57,7 @@ def called_with(arguments: Any, call_id: str = "", name: str = "f") -> ChatMessa
 )
 def test_what_carries_no_meaning_does_not_count(stored: ChatMessage, incoming: ChatMessage) -> None:
     assert is_same_message(stored, incoming, RULES)
-    assert digest_chain([stored], None, RULES) == digest_chain([incoming], None, RULES)
+    assert chain_of([stored], None) == chain_of([incoming], None)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_what_carries_no_meaning_does_not_count(stored: ChatMessage, incoming: C
 )
 def test_what_carries_meaning_counts(stored: ChatMessage, incoming: ChatMessage) -> None:
     assert not is_same_message(stored, incoming, RULES)
-    assert digest_chain([stored], None, RULES) != digest_chain([incoming], None, RULES)
+    assert chain_of([stored], None) != chain_of([incoming], None)
 
 
 def test_edited_reasoning_is_another_message_though_the_digest_leaves_it_out() -> None:
@@ -93,11 +97,11 @@ def test_strict_rules_count_whitespace_and_dropped_reasoning() -> None:
 def test_chain_depends_on_every_message_and_on_the_tools() -> None:
     first, second = assistant("1"), assistant("2")
     tool = {"type": "function", "function": {"name": "f"}}
-    chain = digest_chain([first, second], None, RULES)
+    chain = chain_of([first, second], None)
     assert len(chain) == 3
-    assert digest_chain([first], None, RULES) == chain[:2]
-    assert digest_chain([second, first], None, RULES)[2] != chain[2]
-    assert not set(digest_chain([first, second], [tool], RULES)) & set(chain)
+    assert chain_of([first], None) == chain[:2]
+    assert chain_of([second, first], None)[2] != chain[2]
+    assert not set(chain_of([first, second], [tool])) & set(chain)
 
 
 def test_tools_are_a_set_of_schemas() -> None:

@@ -26,6 +26,7 @@ from turnfold.gateway.protocols.openai_messages import read_messages
 from turnfold.history.encoding import encode_render
 from turnfold.history.errors import RenderError
 from turnfold.history.render import TemplateRenderer
+from turnfold.history.render_memo import RenderMemo
 from turnfold.history.saved_text import without_closing_marks
 from turnfold.history.session import Session
 from turnfold.history.template_facts import common_prefix, template_facts
@@ -540,6 +541,36 @@ def test_real_prompts_encode_in_parts_as_the_whole(name: str) -> None:
         assert encode_render(session, renderer, render).tolist() == renderer.encode(render).tolist()
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_a_remembered_render_is_the_render(name: str) -> None:
+    check_remembered_renders(*named(name))
+
+
+def check_remembered_renders(family: Family) -> None:
+    """All scenarios in one memo, message by message, now and then with another past."""
+    renderer, memo = load(family), RenderMemo()
+    before: list[ChatMessage] = []
+    for scenario in SCENARIOS:
+        for end in range(1, len(scenario.messages) + 1):
+            for messages in (scenario.messages[:end], [*before, *scenario.messages[:end]]):
+                for tools in (TOOLS, None):
+                    plain = rendered(renderer, messages, tools)
+                    assert rendered(renderer, messages, tools, memo) == plain
+        before = scenario.messages[: len(scenario.messages) // 2 * 2]
+
+
+def rendered(
+    renderer: TemplateRenderer,
+    messages: Sequence[ChatMessage],
+    tools: Any,
+    memo: RenderMemo | None = None,
+) -> str:
+    try:
+        return renderer.render(messages, tools, True, memo)
+    except RenderError as error:
+        return f"refused: {error}"
+
+
 def test_gpt_oss_closes_each_kind_of_reply_with_its_own_mark(converse: Any) -> None:
     renderer = load(*named("gpt-oss"))
     for is_stop_kept, closed in (
@@ -695,6 +726,7 @@ def table() -> Iterator[Table]:
 def test_every_template_heals_or_says_what_it_rewrote(
     family: Family, converse: Any, table: Table
 ) -> None:
+    check_remembered_renders(family)
     table.outcomes[family] = [play_scenario(family, s, converse) for s in SCENARIOS]
     is_own = "/" not in family.name
     limit, max_messages = (1000, 30) if is_own else (2, 12)

@@ -336,7 +336,9 @@ def test_new_text_never_merges_with_saved_text(toy: Any, converse: Any) -> None:
         def decode(self, ids: Any) -> str:
             return str(super().decode(ids)).replace(chr(271 - 100), "\n\n")
 
-        def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        def render(
+            self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+        ) -> str:
             return str(super().render(messages, tools, add_generation_prompt)).replace("a❩", "\n")
 
     chat = converse(Merging())
@@ -532,7 +534,9 @@ def test_stop_mark_that_opens_the_next_message_stands_once(toy: Any, converse: A
     """GLM closes a reply with the mark of whoever speaks next."""
 
     class Unclosed(type(toy)):  # type: ignore[misc]
-        def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        def render(
+            self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+        ) -> str:
             text = super().render(messages, tools, add_generation_prompt)
             return str(text).replace("a❩", "")
 

@@ -40,7 +40,9 @@ class Transcript:
         self.encode, self.decode, self.special_ids = model.encode, model.decode, model.special_ids
         self.boundaries = model.boundaries
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+    ) -> str:
         return "".join(message.content for message in messages)
 
 

@@ -34,20 +34,13 @@ class CosmeticRules:
     keep the calls of such a message only. The calls themselves must be equal."""
 
 
-def digest_chain(
-    messages: Iterable[ChatMessage], tools: Sequence[Tool] | None, rules: CosmeticRules
-) -> list[bytes]:
-    """Digests of all message prefixes, so that equal prefixes are found without comparing them.
-
-    messages m1 m2  →  [d0, d1, d2] with d0 = H(tools) and di = H(d(i-1), canonical(mi))
-    """
-    return extend_chain(tools_digest(tools), messages, rules)
-
-
 def extend_chain(
     digest: bytes, messages: Iterable[ChatMessage], rules: CosmeticRules
 ) -> list[bytes]:
-    """The chain that starts at `digest` and takes in the messages; one digest longer than they."""
+    """Digests of all message prefixes, so that equal prefixes are found without comparing them.
+
+    d0, m1 m2  →  [d0, d1, d2] with di = H(d(i-1), canonical(mi)); d0 tells the tools
+    """
     chain = [digest]
     for message in messages:
         digest = _hash(digest, canonical_message(message, rules))

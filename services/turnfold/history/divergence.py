@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,19 +49,12 @@ class Difference:
     cause: str
 
 
-def cosmetic_differences(
-    pairs: Iterable[tuple[ChatMessage, ChatMessage]],
-) -> tuple[Difference, ...]:
-    """How canonically equal messages (stored, incoming) differ all the same, first message first."""
-    return tuple(
-        Difference(index, cause)
-        for index, (stored, incoming) in enumerate(pairs)
-        if stored is not incoming and stored.role == "assistant"
-        for cause in _causes(stored, incoming)
-    )
+def cosmetic_causes(stored: ChatMessage, incoming: ChatMessage) -> tuple[str, ...]:
+    """How canonically equal messages differ all the same."""
+    return tuple(_causes(stored, incoming)) if stored.role == "assistant" else ()
 
 
-def _causes(stored: ChatMessage, incoming: ChatMessage) -> Iterable[str]:
+def _causes(stored: ChatMessage, incoming: ChatMessage) -> Iterator[str]:
     if stored.content != incoming.content:
         yield TEXT_DROPPED if stored.content.strip() and not incoming.content else WHITESPACE
     if stored.reasoning and not incoming.reasoning:
@@ -79,6 +72,8 @@ def _written_arguments(message: ChatMessage) -> list[bytes]:
 
 def is_identical(stored: ChatMessage, incoming: ChatMessage) -> bool:
     """Whether two messages are equal to the letter, the key order of arguments included."""
+    if stored is incoming:
+        return True
     return stored == incoming and _written_arguments(stored) == _written_arguments(incoming)
 
 

@@ -27,7 +27,7 @@ from turnfold.history.errors import NonlinearHistory
 from turnfold.history.places import message_of_token, token_of_message
 from turnfold.history.render import Renderer
 from turnfold.history.retokenized import first_retokenized
-from turnfold.history.saved_text import align, saved_pieces
+from turnfold.history.saved_text import Piece, align, saved_pieces
 from turnfold.history.sequences import Ids, Prefix
 from turnfold.history.session import Match, Session
 from turnfold.history.splice import Splice, splice
@@ -102,6 +102,7 @@ def plan_prompt(
     same session. Raises NonlinearHistory under policy `error`, RenderError when the template
     refuses the messages.
     """
+    messages = session.recognised(messages)
     if mode == "tree" or session.is_passthrough:
         return _plan_as_rendered(session, renderer, messages, tools)
     chain = session.chain(messages, tools)
@@ -112,20 +113,23 @@ def plan_prompt(
     if match is None:
         return _plan_break(session, renderer, messages, tools, nonlinear)
     saved = session.sequences.full(match.turn_id)
+    pieces = saved_pieces(session, renderer, match.turn_id, saved)
     result = splice(
         renderer,
-        saved_pieces(session, renderer, match.turn_id, saved),
+        lambda history: renderer.render(
+            history, session.tools(match.turn_id), True, session.renders
+        ),
+        pieces,
         session.sequences.output(match.turn_id),
         session.history(match.turn_id),
         messages[match.num_messages :],
-        session.tools(match.turn_id),
     )
     rewritten = Divergence(cause=TEMPLATE_REWROTE_HISTORY)
     if result is None:
         return _plan_nonlinear(session, renderer, messages, tools, nonlinear, rewritten)
     if result.is_taken_back and rewrites == "follow":
         return _plan_as_rendered(session, renderer, messages, tools, "reset", rewritten)
-    return _plan_continuation(session, renderer, match, messages, saved, result)
+    return _plan_continuation(session, renderer, match, messages, saved, pieces, result)
 
 
 def _plan_continuation(
@@ -134,6 +138,7 @@ def _plan_continuation(
     match: Match,
     messages: Sequence[ChatMessage],
     saved: Ids,
+    pieces: Sequence[Piece],
     result: Splice,
 ) -> PromptPlan:
     """Saved tokens of the matched turn and what is missing after them."""
@@ -145,7 +150,7 @@ def _plan_continuation(
         edit = explain(session, messages, session.tools(turn_id))
         divergence: Divergence | None = msgspec.structs.replace(edit, token_index=len(saved))
     else:
-        divergence = _first_drift(session, renderer, match, result, prompt_ids)
+        divergence = _first_drift(session, renderer, match, pieces, result, prompt_ids)
     continuity: Continuity = "extended" if divergence is None else "healed"
     return PromptPlan(
         prompt_ids=prompt_ids,
@@ -163,7 +168,12 @@ def _plan_continuation(
 
 
 def _first_drift(
-    session: Session, renderer: Renderer, match: Match, result: Splice, prompt_ids: Ids
+    session: Session,
+    renderer: Renderer,
+    match: Match,
+    pieces: Sequence[Piece],
+    result: Splice,
+    prompt_ids: Ids,
 ) -> Divergence | None:
     """Why the request as the client sent it would not have extended the saved tokens."""
     if match.differences:
@@ -172,7 +182,7 @@ def _first_drift(
         return Divergence(cause=first.cause, message_index=first.message_index, token_index=token)
     cause, changed = result.cause, result.changed_token
     if cause is None:
-        changed = first_retokenized(session, renderer, match.turn_id, prompt_ids)
+        changed = first_retokenized(session, renderer, (piece.span for piece in pieces), prompt_ids)
         if changed is None:
             return None
         cause = RETOKENIZED
@@ -282,7 +292,7 @@ def _plan_as_rendered(
     divergence: Divergence | None = None,
 ) -> PromptPlan:
     """The request as the template renders it, against the longest exact prefix in the session."""
-    render = renderer.render(messages, tools, True)
+    render = renderer.render(messages, tools, True, session.renders)
     prompt_ids = encode_render(session, renderer, render)
     prefix = session.sequences.longest_prefix(prompt_ids)
     shared_len = prefix.shared_len if prefix else 0

@@ -8,15 +8,20 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any, Protocol
 
+import jinja2
 import numpy as np
 import tokenizers
 
 from turnfold.history.boundaries import safe_boundaries
 from turnfold.history.canonical import canonical_arguments
 from turnfold.history.errors import RenderError
+from turnfold.history.render_memo import RenderMemo, remembering_template
 from turnfold.history.sequences import Ids
+from turnfold.history.template_sandbox import template_sandbox
 from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 
 
@@ -41,8 +46,13 @@ class Renderer(Protocol):
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
+        memo: RenderMemo | None = None,
     ) -> str:
-        """The conversation as the template writes it. Raises RenderError."""
+        """The conversation as the template writes it. Raises RenderError.
+
+        With the memo of its conversation a render takes time for what is new in it; the text is the
+        same.
+        """
         ...
 
     def encode(self, text: str) -> Ids:
@@ -88,30 +98,53 @@ class TemplateRenderer:
         self.special_ids = frozenset(map(int, tokenizer.get_added_tokens_decoder()))
         self.boundaries = safe_boundaries(tokenizer, chat_template)
 
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return template_sandbox().from_string(self._template)
+
+    @cached_property
+    def _remembering(self) -> jinja2.Template | None:
+        return remembering_template(self._template, template_sandbox())
+
     def render(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
+        memo: RenderMemo | None = None,
     ) -> str:
         """The conversation as the template writes it. Raises RenderError."""
-        # transformers takes a second to import, and only a gateway renders.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        conversation = [self._dialect.message(message) for message in messages]
+        variables = {
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+        }
+        if memo is not None and self._remembering is not None:
+            # What a round reads is evaluated early: where that fails, the round itself may not.
+            with suppress(Exception):
+                return self._render_with(memo, self._remembering, messages, variables)
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[conversation],
-                tools=list(tools) if tools else None,
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
+            conversation = [self._dialect.message(message) for message in messages]
+            return self._compiled.render(messages=conversation, **variables)
         except (
             Exception
         ) as error:  # a template may raise anything: it is code of the model's author
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
-        text: str = rendered[0]
+
+    def _render_with(
+        self,
+        memo: RenderMemo,
+        template: jinja2.Template,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, Any],
+    ) -> str:
+        conversation = [memo.form(message, self._dialect.message) for message in messages]
+        remembered = memo.begin(
+            variables["tools"] or (), b"%d" % variables["add_generation_prompt"]
+        )
+        text = template.render(**{**variables, **remembered}, messages=conversation)
+        memo.end(messages)
         return text
 
     def encode(self, text: str) -> Ids:

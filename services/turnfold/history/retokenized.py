@@ -10,6 +10,8 @@ encoded, once a turn, within the marks around it, where the tokenizer splits any
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from turnfold.history.render import Renderer
@@ -21,15 +23,16 @@ LOOK_AROUND = 64
 
 
 def first_retokenized(
-    session: Session, renderer: Renderer, turn_id: str, prompt_ids: Ids
+    session: Session, renderer: Renderer, spans: Iterable[Span], prompt_ids: Ids
 ) -> int | None:
-    """Index of the first sampled token that would drift, over all outputs in the turn's sequence.
+    """Index of the first sampled token that would drift, over the outputs among the spans.
 
-    `prompt_ids` begins with the full sequence of the turn. Verdicts are cached on the session.
+    `prompt_ids` begins with the sequence that the spans are of. Verdicts are cached on the session.
     """
-    for span in session.sequences.spans(turn_id):
-        is_whole = span.stop == session.sequences.length(span.turn_id)
-        if not span.is_output or not is_whole or session.retokenized.get(span.turn_id) is False:
+    for span in spans:
+        if not span.is_output or session.retokenized.get(span.turn_id) is False:
+            continue
+        if span.stop != session.sequences.length(span.turn_id):
             continue
         token = _first_in_output(renderer, span, prompt_ids)
         session.retokenized[span.turn_id] = token is not None

@@ -38,22 +38,37 @@ class Place:
     """The whole text of the piece is there, to the character."""
 
 
-def saved_pieces(session: Session, renderer: Renderer, turn_id: str, ids: Ids) -> list[Piece]:
+def saved_pieces(session: Session, renderer: Renderer, turn_id: str, ids: Ids) -> tuple[Piece, ...]:
     """The full sequence of the turn as texts, cut where prompt and output meet.
 
-    `ids` is `session.sequences.full(turn_id)`. Decoded pieces are cached on the session.
+    `ids` is `session.sequences.full(turn_id)`. Pieces are kept on the session, and so is the text of
+    each, so that a turn which extends the one before takes two new ones.
     """
-    pieces = []
-    for span in session.sequences.spans(turn_id):
-        key = (span.turn_id, span.is_output)
-        is_whole = span.stop == _end(session, span)
-        text = session.texts.get(key) if is_whole else None
-        if text is None:
-            text = _decode_within(renderer, ids, span.start, span.stop)
-            if is_whole:
-                session.texts[key] = text
-        pieces.append(Piece(span, ids[span.start : span.stop], text))
+    known = _pieces_of_parent(session, turn_id)
+    spans = session.sequences.spans(turn_id)[len(known) :]
+    pieces = known + tuple(_piece(session, renderer, span, ids) for span in spans)
+    session.pieces = (turn_id, pieces)
     return pieces
+
+
+def _pieces_of_parent(session: Session, turn_id: str) -> tuple[Piece, ...]:
+    last_turn_id, pieces = session.pieces
+    if turn_id == last_turn_id:
+        return pieces
+    parent = session.sequences.parent(turn_id)
+    is_extension = parent is not None and session.sequences.is_extension(turn_id)
+    return pieces if is_extension and parent and parent.turn_id == last_turn_id else ()
+
+
+def _piece(session: Session, renderer: Renderer, span: Span, ids: Ids) -> Piece:
+    key = (span.turn_id, span.is_output)
+    is_whole = span.stop == _end(session, span)
+    text = session.texts.get(key) if is_whole else None
+    if text is None:
+        text = _decode_within(renderer, ids, span.start, span.stop)
+        if is_whole:
+            session.texts[key] = text
+    return Piece(span, session.sequences.of_span(span), text)
 
 
 def align(renderer: Renderer, pieces: Sequence[Piece], render: str) -> list[Place] | None:

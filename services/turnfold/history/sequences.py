@@ -166,6 +166,11 @@ class TokenStore:
             end, node = node.start, node.owner
         return tuple(reversed(spans))
 
+    def of_span(self, span: Span) -> Ids:
+        """The tokens of a span, a view."""
+        node = self._nodes[span.turn_id]
+        return node.own[span.start - node.start : span.stop - node.start]
+
     def longest_prefix(self, ids: Ids) -> Prefix | None:
         """The turn whose sequence shares the most leading tokens with `ids`; None if none does.
 

@@ -12,19 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from turnfold.history.canonical import (
     CosmeticRules,
-    digest_chain,
     extend_chain,
     is_dropped_part_edited,
     tools_digest,
 )
-from turnfold.history.divergence import Difference, cosmetic_differences, is_identical
+from turnfold.history.divergence import Difference, cosmetic_causes, is_identical
 from turnfold.history.errors import HistoryError
+from turnfold.history.render_memo import RenderMemo
 from turnfold.history.sequences import Ids, TokenStore
 from turnfold.schemas.events import TurnCompleted
 from turnfold.schemas.messages import ChatMessage, Tool
+
+if TYPE_CHECKING:
+    from turnfold.history.saved_text import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,22 @@ class _Turn:
 
 
 @dataclass(slots=True)
+class _LastRequest:
+    """What was found out about the last request: the next one mostly begins with the same messages."""
+
+    messages: Sequence[ChatMessage] = ()
+    tools: tuple[bytes, bytes] = (b"", b"")
+    """The tools, encoded, and their digest."""
+    chained: Sequence[ChatMessage] = ()
+    chain: list[bytes] = field(default_factory=list)
+    """The digests of `chained`."""
+    compared: dict[int, tuple[ChatMessage, ChatMessage, tuple[str, ...] | None]] = field(
+        default_factory=dict
+    )
+    """By index: a stored message, the one that came, and how they differ; None for an edit."""
+
+
+@dataclass(slots=True)
 class _Index:
     histories: dict[bytes, list[str]] = field(default_factory=dict)
     """Digest of prompt and reply: the turns that end there, oldest first."""
@@ -92,12 +114,17 @@ class Session:
         """Healing was switched off by policy `passthrough` in an earlier turn."""
         self.texts: dict[tuple[str, bool], str] = {}
         """Cache of decoded spans by (turn, is_output); holds nothing the fold does not."""
+        self.pieces: tuple[str, tuple[Piece, ...]] = ("", ())
+        """Cache: the texts of the sequence of one turn, in order."""
         self.retokenized: dict[str, bool] = {}
         """Cache: whether re-encoding the text of a turn's output gives other tokens."""
         self.encoded: dict[str, Ids] = {}
         """Cache: the tokens of parts of renders, cut where tokens never reach across."""
+        self.renders = RenderMemo()
+        """Cache of what the renders of the session have written."""
         self._turns: dict[str, _Turn] = {}
         self._index = _Index()
+        self._last = _LastRequest()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -123,9 +150,37 @@ class Session:
             return True
         return self.sequences.add(event)
 
+    def recognised(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """The messages of a request; those that the last one had in the same place as its objects.
+
+        What is known of a message is found by the object, so it is found out once.
+        """
+        last = self._last.messages
+        found = [
+            old if is_identical(old, new) else new for old, new in zip(last, messages, strict=False)
+        ]
+        self._last.messages = [*found, *messages[len(found) :]]
+        return self._last.messages
+
     def chain(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None) -> list[bytes]:
         """The digests of a request, for several lookups of the same one."""
-        return digest_chain(messages, tools, self.rules)
+        last, seed = self._last, self._tools_digest(tools)
+        num_known = 0
+        if last.chain[:1] == [seed]:
+            pairs = enumerate(zip(last.chained, messages, strict=False))
+            num_common = min(len(last.chained), len(messages))
+            num_known = next((i for i, (old, new) in pairs if old is not new), num_common)
+        known = last.chain[:num_known] if num_known else []
+        start = last.chain[num_known] if num_known else seed
+        last.chain = known + extend_chain(start, messages[num_known:], self.rules)
+        last.chained = messages
+        return last.chain
+
+    def _tools_digest(self, tools: Sequence[Tool] | None) -> bytes:
+        encoded = msgspec.json.encode(tools or ())
+        if self._last.tools[0] != encoded:
+            self._last.tools = (encoded, tools_digest(tools))
+        return self._last.tools[1]
 
     def lookup(
         self,
@@ -266,10 +321,22 @@ class Session:
         self, stored: Sequence[ChatMessage], messages: Sequence[ChatMessage]
     ) -> tuple[Difference, ...] | None:
         """What differs between canonically equal messages; None where a part was edited."""
-        pairs = list(zip(stored, messages, strict=False))
-        if any(is_dropped_part_edited(ours, theirs, self.rules) for ours, theirs in pairs):
+        found: list[Difference] = []
+        for index, (ours, theirs) in enumerate(zip(stored, messages, strict=False)):
+            if ours is theirs:
+                continue
+            known = self._last.compared.get(index)
+            if known is None or known[0] is not ours or known[1] is not theirs:
+                known = self._last.compared[index] = (ours, theirs, self._causes(ours, theirs))
+            if known[2] is None:
+                return None
+            found += [Difference(index, cause) for cause in known[2]]
+        return tuple(found)
+
+    def _causes(self, ours: ChatMessage, theirs: ChatMessage) -> tuple[str, ...] | None:
+        if is_dropped_part_edited(ours, theirs, self.rules):
             return None
-        return cosmetic_differences(pairs)
+        return cosmetic_causes(ours, theirs)
 
     def _error(self, event: TurnCompleted, problem: str) -> HistoryError:
         rollout_id = self.sequences.rollout_id or event.rollout_id

@@ -16,7 +16,7 @@ and the closing marks that the model sampled itself are taken off the front.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -37,7 +37,10 @@ from turnfold.history.saved_text import (
 )
 from turnfold.history.sequences import Ids
 from turnfold.history.template_facts import common_suffix_len
-from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
+from turnfold.schemas.messages import ChatMessage, ToolCall
+
+RenderOf = Callable[[Sequence[ChatMessage]], str]
+"""Raises RenderError when the template refuses the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +60,47 @@ class Splice:
 
 def splice(
     renderer: Renderer,
+    render_of: RenderOf,
     pieces: Sequence[Piece],
     output_ids: Ids,
     history: Sequence[ChatMessage],
     new_messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
 ) -> Splice | None:
     """The tail after the saved `pieces`; `history` is their stored messages, the reply last.
 
-    None when the end of the reply cannot be told in the render. Raises RenderError when the template
+    `render_of` renders messages with the tools of the turn and a generation opening. None when the end of the reply cannot be told in the render. Raises RenderError when the template
     refuses the messages.
     """
-    render = renderer.render([*history, *new_messages], tools, True)
+    render = render_of([*history, *new_messages])
     places = align(renderer, pieces, render)
     if places is not None and is_end_certain(places, render):
         tail_start = places[-1].end
         tail = renderer.encode(render[tail_start:])
         return _splice(renderer, pieces, places, render, tail_start, history, tail, 1)
     return _splice_by_probe(
-        renderer, pieces, places, render, output_ids, history, new_messages, tools
+        renderer, render_of, pieces, places, render, output_ids, history, new_messages
     )
 
 
 def _splice_by_probe(
     renderer: Renderer,
+    render_of: RenderOf,
     pieces: Sequence[Piece],
     places: Sequence[Place] | None,
     render: str,
     output_ids: Ids,
     history: Sequence[ChatMessage],
     new_messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
 ) -> Splice | None:
     """The splice after a reply that is shown in another form; None where its end cannot be told."""
     num_renders = 1
     for probe in _probes(history[-1]):
-        ending = _ending(renderer, render, history[:-1], probe, new_messages, tools)
+        ending = _ending(render_of, render, history[:-1], probe, new_messages)
         num_renders += 1
         if ending is None or (places and len(ending) > len(render) - _reply_start(places, pieces)):
             continue  # the reply is not what differs
         if _repeats_reply(history[-1], probe, ending, new_messages):
-            ending = _ending_of_bare_call(renderer, history, probe, new_messages, tools) or ending
+            ending = _ending_of_bare_call(render_of, history, probe, new_messages) or ending
             num_renders += 2
         tail = missing_tail(renderer, ending, output_ids, bool(probe.tool_calls))
         tail_text = renderer.decode(tail)
@@ -111,16 +114,15 @@ def _splice_by_probe(
 
 
 def _ending(
-    renderer: Renderer,
+    render_of: RenderOf,
     render: str,
     before: Sequence[ChatMessage],
     probe: ChatMessage,
     new_messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
 ) -> str | None:
     """What `render` and a render with the probe as the reply end with alike; None if they are equal."""
     try:
-        other = renderer.render([*before, probe, *new_messages], tools, True)
+        other = render_of([*before, probe, *new_messages])
     except RenderError:
         return None
     return None if other == render else render[len(render) - common_suffix_len(render, other) :]
@@ -140,19 +142,18 @@ def _repeats_reply(
 
 
 def _ending_of_bare_call(
-    renderer: Renderer,
+    render_of: RenderOf,
     history: Sequence[ChatMessage],
     probe: ChatMessage,
     new_messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
 ) -> str | None:
     """The ending where the reply is its calls alone: the saved tokens hold its text already."""
     bare, other = (msgspec.structs.replace(message, content="") for message in (history[-1], probe))
     try:
-        render = renderer.render([*history[:-1], bare, *new_messages], tools, True)
+        render = render_of([*history[:-1], bare, *new_messages])
     except RenderError:
         return None
-    return _ending(renderer, render, history[:-1], other, new_messages, tools)
+    return _ending(render_of, render, history[:-1], other, new_messages)
 
 
 def _probes(reply: ChatMessage) -> Iterator[ChatMessage]:

@@ -473,7 +473,10 @@ def conversations(limit: int, max_messages: int) -> Iterator[tuple[list[ChatMess
         for line in lines[:limit]:
             trace = json.loads(line)
             if "messages" in trace:
-                messages = read_messages(trace["messages"][:max_messages])
+                messages = read_messages(
+                    msgspec.Raw(msgspec.json.encode(message))
+                    for message in trace["messages"][:max_messages]
+                )
                 yield list(messages), trace["tools"] or None
 
 

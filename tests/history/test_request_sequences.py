@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from turnfold.gateway.protocols.openai_messages import read_messages
@@ -37,6 +38,11 @@ def sequences(*kinds: str) -> list[dict[str, Any]]:
     return [sequence for sequence in found if sequence["kind"] in kinds]
 
 
+def raw(messages: Sequence[dict[str, Any]]) -> list[msgspec.Raw]:
+    """The messages as they stand in a request."""
+    return [msgspec.Raw(msgspec.json.encode(message)) for message in messages]
+
+
 def originals() -> dict[str, list[ChatMessage]]:
     """The conversations that the sequences were made of, by id."""
     found = {}
@@ -44,7 +50,7 @@ def originals() -> dict[str, list[ChatMessage]]:
         for line in path.read_text(encoding="utf-8").splitlines():
             trace = json.loads(line)
             if "messages" in trace:
-                found[trace["id"]] = list(read_messages(trace["messages"]))
+                found[trace["id"]] = list(read_messages(raw(trace["messages"])))
     return found
 
 
@@ -56,7 +62,7 @@ def recorded() -> dict[str, list[ChatMessage]]:
 def play(converse: Any, renderer: TemplateRenderer, sequence: Any, original: Any = None) -> Any:
     """Answer every request with what the next ones, or the original, hold as its reply."""
     chat, model = converse(renderer), ScriptedModel(renderer)
-    requests = [list(read_messages(request)) for request in sequence["requests"]]
+    requests = [list(read_messages(raw(request))) for request in sequence["requests"]]
     for number, request in enumerate(requests):
         reply = reply_to(request, [original] if original else requests[number + 1 :])
         chat.turn(request, model.sample(reply, sequence["tools"]), reply, sequence["tools"])
@@ -85,7 +91,9 @@ def test_client_that_writes_history_otherwise_is_one_row(
     chat = play(converse, bpe, sequence, original)
     assert set(chat.continuities()) <= {"first", "extended", "healed"}
     assert len(chat.rows()) == 1
-    if any(original[index] != m for index, m in enumerate(read_messages(sequence["requests"][-1]))):
+    if any(
+        original[index] != m for index, m in enumerate(read_messages(raw(sequence["requests"][-1])))
+    ):
         assert COSMETIC[sequence["kind"]] in chat.causes()
 
 
@@ -120,7 +128,7 @@ def test_edited_tool_results_break_once_each_at_the_first_edit(
     sequence: dict[str, Any], bpe: Any, converse: Any
 ) -> None:
     chat = play(converse, bpe, sequence)
-    requests = [read_messages(request) for request in sequence["requests"]]
+    requests = [read_messages(raw(request)) for request in sequence["requests"]]
     edits = [first_difference(*pair) for pair in pairwise(requests)]
     broken = [event for event in chat.events if event.continuity in ("forked", "reset")]
     assert [event.divergence.message_index for event in broken] == [

@@ -17,7 +17,7 @@ class ToolCall(Wire, frozen=True, kw_only=True):
     """The id the client saw; not part of what makes two messages equal."""
 
 
-class ChatMessage(Wire, frozen=True, kw_only=True):
+class ChatMessage(Wire, frozen=True, kw_only=True, weakref=True):
     """One message of a conversation."""
 
     role: str

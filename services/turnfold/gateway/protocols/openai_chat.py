@@ -46,7 +46,7 @@ class _StreamOptions(msgspec.Struct):
 class _Request(SamplingFields, kw_only=True):
     """The fields that are read; `Any` where OpenAI allows several shapes."""
 
-    messages: list[dict[str, Any]]
+    messages: list[msgspec.Raw]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None

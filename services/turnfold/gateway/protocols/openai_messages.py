@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from turnfold.gateway.parsing.arguments import parse_arguments
+from turnfold.gateway.protocols.request_fields import decode_request
 from turnfold.gateway.refusals import invalid
 from turnfold.schemas.messages import ChatMessage, Tool, ToolCall
 
@@ -18,16 +23,31 @@ ROLES = {
 }
 
 
-def read_messages(messages: Iterable[dict[str, Any]]) -> tuple[ChatMessage, ...]:
+_known: WeakValueDictionary[bytes, ChatMessage] = WeakValueDictionary()
+"""Messages that somebody still holds, by the digest of their JSON. A conversation sends its past with
+each call, so all but the last messages are found here, as the objects that its session knows."""
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_messages(messages: Iterable[msgspec.Raw]) -> tuple[ChatMessage, ...]:
     """Canonical messages; raises Refusal naming the message and field that is not understood.
 
     `developer` becomes `system`, null content the empty string, text parts are joined by newlines,
     arguments become objects, and `reasoning_content` or `reasoning` is kept as reasoning.
     """
-    found = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    found = tuple(_known_or_read(raw, i) for i, raw in enumerate(messages))
     if not found:
         raise invalid("messages: expected at least one message", "messages")
     return found
+
+
+def _known_or_read(raw: msgspec.Raw, index: int) -> ChatMessage:
+    key = hashlib.sha256(raw).digest()
+    message = _known.get(key)
+    if message is None:
+        at = f"messages[{index}]"
+        message = _known[key] = _message(decode_request(raw, _decoder, at), at)
+    return message
 
 
 def _message(message: dict[str, Any], at: str) -> ChatMessage:

@@ -11,7 +11,7 @@ from turnfold.gateway.calls import CallParams
 from turnfold.gateway.constraints import Constraint
 from turnfold.gateway.refusals import invalid
 
-R = TypeVar("R", bound=msgspec.Struct)
+R = TypeVar("R")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -63,13 +63,16 @@ _CONSTRAINING_EXTRAS = (
 )  # fmt: skip
 
 
-def decode_request(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
-    """The body as the decoder's type. Raises Refusal naming the field that is wrong."""
+def decode_request(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[R], at: str = "") -> R:
+    """The body as the decoder's type; `at` says which part of the request it is.
+
+    Raises Refusal naming the field that is wrong.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or None
+        param = (at + path.rstrip("`")).lstrip(".") or None
         raise invalid(f"{param or 'body'}: {what}", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from error

@@ -176,19 +176,20 @@ def _first_drift(
     prompt_ids: Ids,
 ) -> Divergence | None:
     """Why the request as the client sent it would not have extended the saved tokens."""
+    spans = [piece.span for piece in pieces]
     if match.differences:
         first = match.differences[0]
-        token = token_of_message(session, match.turn_id, first.message_index)
+        token = token_of_message(session, spans, first.message_index)
         return Divergence(cause=first.cause, message_index=first.message_index, token_index=token)
     cause, changed = result.cause, result.changed_token
     if cause is None:
-        changed = first_retokenized(session, renderer, (piece.span for piece in pieces), prompt_ids)
+        changed = first_retokenized(session, renderer, spans, prompt_ids)
         if changed is None:
             return None
         cause = RETOKENIZED
     if changed is None:
         return Divergence(cause=cause)
-    message = message_of_token(session, match.turn_id, changed)
+    message = message_of_token(session, spans, changed)
     return Divergence(cause=cause, message_index=message, token_index=changed)
 
 

@@ -8,26 +8,26 @@ A turn that asks several messages has them in one span, so these are told apart 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from turnfold.history.sequences import Span
 from turnfold.history.session import Session
 
 
-def message_of_token(session: Session, turn_id: str, token: int) -> int:
-    """Index, in the history of the turn, of the first message of the span that holds the token."""
-    return next((first for first, _, span in _spans(session, turn_id) if token < span.stop), -1)
+def message_of_token(session: Session, spans: Iterable[Span], token: int) -> int:
+    """Index, in the history of a turn, of the first message of the span that holds the token."""
+    return next((first for first, _, span in _messages(session, spans) if token < span.stop), -1)
 
 
-def token_of_message(session: Session, turn_id: str, message: int) -> int:
+def token_of_message(session: Session, spans: Iterable[Span], message: int) -> int:
     """The first token of the span that holds the message; -1 when no span does."""
-    found = (span.start for _, end, span in _spans(session, turn_id) if message < end)
+    found = (span.start for _, end, span in _messages(session, spans) if message < end)
     return next(found, -1)
 
 
-def _spans(session: Session, turn_id: str) -> Iterator[tuple[int, int, Span]]:
-    """(first message, message after the last, span) of the turn's sequence, in order."""
-    for span in session.sequences.spans(turn_id):
+def _messages(session: Session, spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
+    """(first message, message after the last, span) of the spans of a turn's sequence, in order."""
+    for span in spans:
         shared, asked = session.new_messages(span.turn_id)
         num_asked = shared + len(asked)
         if span.is_output:

@@ -45,7 +45,7 @@ def saved_pieces(session: Session, renderer: Renderer, turn_id: str, ids: Ids) -
     each, so that a turn which extends the one before takes two new ones.
     """
     known = _pieces_of_parent(session, turn_id)
-    spans = session.sequences.spans(turn_id)[len(known) :]
+    spans = session.sequences.spans(turn_id, start=known[-1].span.stop if known else 0)
     pieces = known + tuple(_piece(session, renderer, span, ids) for span in spans)
     session.pieces = (turn_id, pieces)
     return pieces

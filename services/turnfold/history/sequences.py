@@ -147,8 +147,8 @@ class TokenStore:
         """Whether some later turn extends the whole sequence of this one."""
         return any(self.is_extension(child) for child in self._nodes[turn_id].children)
 
-    def spans(self, turn_id: str) -> tuple[Span, ...]:
-        """Who put each token of the full sequence there, from the first token to the last.
+    def spans(self, turn_id: str, start: int = 0) -> tuple[Span, ...]:
+        """Who put each token of the full sequence there, from token `start` to the last.
 
         t0: [1 2] -> [3 4], t1: parent t0, shared 4, [5] -> [6]
             spans(t1): t0 prompt [0, 2), t0 output [2, 4), t1 prompt [4, 5), t1 output [5, 6)
@@ -156,13 +156,11 @@ class TokenStore:
         spans: list[Span] = []
         node: _Node | None = self._nodes[turn_id]
         end = node.length if node else 0
-        while node is not None:
+        while node is not None and end > start:
             middle = min(node.prompt_length, end)
-            spans += [
-                Span(node.turn_id, start, stop, is_output)
-                for start, stop, is_output in ((middle, end, True), (node.start, middle, False))
-                if start < stop
-            ]
+            for first, last, is_output in ((middle, end, True), (node.start, middle, False)):
+                if max(first, start) < last:
+                    spans.append(Span(node.turn_id, max(first, start), last, is_output))
             end, node = node.start, node.owner
         return tuple(reversed(spans))
 

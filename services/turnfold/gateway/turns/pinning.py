@@ -60,10 +60,10 @@ def pin_nonces(call: ModelCall, patterns: Sequence[re.Pattern[str]]) -> ModelCal
             content = pattern.sub(replace, content)
         return msgspec.structs.replace(message, content=content)
 
-    if not patterns:
+    systems = [i for i, message in enumerate(call.messages) if message.role == "system"]
+    messages = list(call.messages)
+    for index in systems if patterns else ():
+        messages[index] = pinned_message(messages[index])
+    if not pinned:
         return call
-    messages = tuple(
-        pinned_message(message) if message.role == "system" else message
-        for message in call.messages
-    )
-    return msgspec.structs.replace(call, messages=messages, pinned=tuple(pinned))
+    return msgspec.structs.replace(call, messages=tuple(messages), pinned=tuple(pinned))

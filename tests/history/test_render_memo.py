@@ -85,6 +85,12 @@ WITH_TOOLS = """
   {%- if tools is not none and loop.first %}tools!{% endif -%}{{ message.content }}
 {%- endfor -%}"""
 
+TWO_MACROS = """
+{%- set ns = namespace(a=0, b=0) -%}
+{%- if tools %}{% macro shown(m) %}{% set ns.a = ns.a + 1 %}A{{ m.content }}{% endmacro %}
+{%- else %}{% macro shown(m) %}{% set ns.b = ns.b + 1 %}B{{ m.content }}{% endmacro %}{% endif -%}
+{%- for message in messages -%}{{ shown(message) }}{{ ns.a }}{{ ns.b }}{%- endfor -%}"""
+
 LISTS = """
 {%- set ns = namespace(seen=[]) -%}
 {%- for message in messages -%}
@@ -101,7 +107,17 @@ UNREADABLE = [
     "{% set ns = namespace() %}{% for message in messages %}{% if message.content %}"
     "{% set ns = namespace() %}{% endif %}{% set ns.a = 1 %}x{% endfor %}",
 ]
-READABLE = [PLAIN, LAST_QUESTION, NEIGHBOURS, STATE, COUNTED, RENAMED, WITH_TOOLS, LISTS]
+READABLE = [
+    PLAIN,
+    LAST_QUESTION,
+    NEIGHBOURS,
+    STATE,
+    COUNTED,
+    RENAMED,
+    WITH_TOOLS,
+    TWO_MACROS,
+    LISTS,
+]
 TEMPLATES = READABLE + UNREADABLE[:3]
 
 

@@ -216,18 +216,19 @@ def _refuse_unreadable(node: nodes.Node, scope: _Scope) -> None:
 
 
 def _parts(loop: nodes.For, template: nodes.Template) -> list[_Part]:
-    """The body of the loop, and the macros that are called from there, however deep."""
-    macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
+    """The body of the loop, and the macros that may be called from there, however deep."""
+    macros = list(template.find_all(nodes.Macro))
     parts = [_Part(loop.body, _Scope(_local_names(loop.body), is_own_loop=True))]
     known: set[str] = set()
     for part in parts:  # grows meanwhile: macros call macros
-        called = {name for node in part.nodes for name in _names(node)} & macros.keys()
-        for name in sorted(called - known):
-            macro = macros[name]
-            local = _local_names(macro.body) | {parameter.name for parameter in macro.args}
-            scope = _Scope(local, is_own_loop=False)
-            parts.append(_Part([*macro.defaults, *macro.body], scope))
-            known.add(name)
+        called = {name for node in part.nodes for name in _names(node)} - known
+        # Of several macros with one name it depends on the render which is meant.
+        for macro in macros:
+            if macro.name in called:
+                local = _local_names(macro.body) | {parameter.name for parameter in macro.args}
+                scope = _Scope(local, is_own_loop=False)
+                parts.append(_Part([*macro.defaults, *macro.body], scope))
+        known |= called
     return parts
 
 

@@ -32,7 +32,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from workload import Clock, Seconds
 
 from turnfold.embedded.broker.testing import BrokerProcess
-from turnfold.healer.partition import decode_event
+from turnfold.healer.recorded import decode_event
 from turnfold.log.client import create_topics
 from turnfold.log.memory import keep_freed_memory
 from turnfold.log.records import Record

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from turnfold.schemas.events import (
+    Continuity,
     Event,
     RewardRevised,
     RolloutAborted,
@@ -29,7 +30,10 @@ from turnfold.schemas.events import (
     TurnFailed,
     VersionSpan,
 )
-from turnfold.schemas.wire import Logprobs
+from turnfold.schemas.wire import Logprobs, Packed, TokenIds
+
+_SOUND_AS_CONTEXT = frozenset({"logprobs_not_finite", "versions_do_not_cover"})
+"""Problems of a turn that leave its ids as they should be."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +54,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoldedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of the rollout, without its messages."""
+    """What rows are made of: a turn without its messages. Other fields are as in its event."""
 
-    event: TurnCompleted
+    rollout_id: str
+    turn_id: str
+    session_id: str
+    parent_turn_id: str | None
+    shared_len: int
+    prompt_tail: bytes
+    """Ids as they travel, as are those of the output; most are only copied."""
+    output_ids: bytes
+    logprobs: bytes
+    num_prompt_tokens: int
+    """Where the output begins in the turn's sequence, and so in every row that holds it."""
+    num_tokens: int
+    """Length of the whole sequence, prompt and output."""
+    policy_versions: tuple[VersionSpan, ...]
+    continuity: Continuity
+    finish_reason: str
     offset: int
     untrusted: str = ""
     """Kind of the problem that makes its token ids unusable, as a turn and as a parent."""
@@ -60,9 +79,8 @@ class FoldedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of the problem that keeps it out of training; its ids are sound as context."""
 
     @property
-    def num_tokens(self) -> int:
-        """Length of the whole sequence, prompt and output."""
-        return self.event.num_prompt_tokens + len(self.event.output_ids)
+    def num_output(self) -> int:
+        return len(self.output_ids) // TokenIds.itemsize
 
 
 class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,37 +251,38 @@ class RunningFold:
         return Problem(kind="start_conflict", detail=detail, offset=offset)
 
     def _turn(self, event: TurnCompleted, offset: int) -> Problem | None:
+        turn = _folded_turn(event, offset)
         earlier = self.turns.get(event.turn_id)
         if earlier is not None:
-            return self._turn_again(earlier.event, event, offset)
-        slim = _without_messages(event)
-        problem = _problem_of_turn(slim, offset)
-        if problem is None:
-            turn = FoldedTurn(event=slim, offset=offset)
-        elif problem.kind in ("logprobs_not_finite", "versions_do_not_cover"):
-            turn = FoldedTurn(event=slim, offset=offset, untrained=problem.kind)
-        else:
-            turn = FoldedTurn(event=slim, offset=offset, untrusted=problem.kind)
+            return self._turn_again(earlier, turn)
+        problem = _problem_of_turn(turn)
+        if problem is not None:
+            context = problem.kind in _SOUND_AS_CONTEXT
+            turn = msgspec.structs.replace(
+                turn,
+                untrained=problem.kind if context else "",
+                untrusted="" if context else problem.kind,
+            )
         self.turns[event.turn_id] = turn
         return problem
 
-    def _turn_again(
-        self, first: TurnCompleted, event: TurnCompleted, offset: int
-    ) -> Problem | None:
+    def _turn_again(self, first: FoldedTurn, turn: FoldedTurn) -> Problem | None:
         same = (first.prompt_tail, first.output_ids, first.parent_turn_id, first.shared_len) == (
-            event.prompt_tail,
-            event.output_ids,
-            event.parent_turn_id,
-            event.shared_len,
+            turn.prompt_tail,
+            turn.output_ids,
+            turn.parent_turn_id,
+            turn.shared_len,
         )
         if same:
             self.num_duplicates += 1
             return None
         detail = (
-            f"rollout {self.rollout_id}, turn {event.turn_id}: came before with other tokens; "
+            f"rollout {self.rollout_id}, turn {turn.turn_id}: came before with other tokens; "
             "the first one counts"
         )
-        return Problem(kind="turn_conflict", detail=detail, offset=offset, turn_id=event.turn_id)
+        return Problem(
+            kind="turn_conflict", detail=detail, offset=turn.offset, turn_id=turn.turn_id
+        )
 
     def _revise(self, event: RewardRevised, offset: int) -> Problem | None:
         where = f"rollout {self.rollout_id}, revised reward {event.reward}"
@@ -282,10 +301,29 @@ class RunningFold:
         return None
 
 
-def _without_messages(event: TurnCompleted) -> TurnCompleted:
-    if not (event.new_messages or event.reply or event.tools or event.pinned):
-        return event
-    return msgspec.structs.replace(event, new_messages=(), reply=None, tools=None, pinned=())
+def _folded_turn(event: TurnCompleted, offset: int) -> FoldedTurn:
+    output_ids = _bytes(event.output_ids)
+    return FoldedTurn(
+        rollout_id=event.rollout_id,
+        turn_id=event.turn_id,
+        session_id=event.session_id,
+        parent_turn_id=event.parent_turn_id,
+        shared_len=event.shared_len,
+        prompt_tail=_bytes(event.prompt_tail),
+        output_ids=output_ids,
+        logprobs=_bytes(event.logprobs),
+        num_prompt_tokens=event.num_prompt_tokens,
+        num_tokens=event.num_prompt_tokens + len(output_ids) // TokenIds.itemsize,
+        policy_versions=event.policy_versions,
+        continuity=event.continuity,
+        finish_reason=event.finish_reason,
+        offset=offset,
+    )
+
+
+def _bytes(array: Packed | bytes) -> bytes:
+    """Of an array, or of a turn that was decoded for the fold: see `recorded`."""
+    return array if isinstance(array, bytes) else array.data
 
 
 def _problem_of_end(event: RolloutFinished, offset: int) -> Problem | None:
@@ -301,48 +339,42 @@ def is_reward_finite(end: RolloutFinished | RewardRevised) -> bool:
     return all(map(math.isfinite, values))
 
 
-def _problem_of_turn(event: TurnCompleted, offset: int) -> Problem | None:
+def _problem_of_turn(turn: FoldedTurn) -> Problem | None:
     """What is wrong with a turn as it stands, without looking at its parent."""
-    num_output = len(event.output_ids)
-    num_prompt = event.shared_len + len(event.prompt_tail)
-    found: tuple[str, str] | None = None
-    if event.num_prompt_tokens != num_prompt or event.shared_len < 0:
-        found = (
-            "counts_differ",
-            f"shared_len {event.shared_len} and a tail of {len(event.prompt_tail)} tokens "
-            f"do not make the {event.num_prompt_tokens} prompt tokens it names",
+    num_output = turn.num_output
+    num_tail = len(turn.prompt_tail) // TokenIds.itemsize
+    num_logprobs = len(turn.logprobs) // Logprobs.itemsize
+    if turn.num_prompt_tokens != turn.shared_len + num_tail or turn.shared_len < 0:
+        kind = "counts_differ"
+        what = (
+            f"shared_len {turn.shared_len} and a tail of {num_tail} tokens "
+            f"do not make the {turn.num_prompt_tokens} prompt tokens it names"
         )
-    elif num_prompt == 0:
-        found = ("prompt_empty", "a turn needs at least one prompt token")
-    elif len(event.logprobs) != num_output:
-        found = (
-            "logprobs_differ",
-            f"expected one logprob for each of {num_output} output tokens, "
-            f"got {len(event.logprobs)}",
-        )
-    elif not _is_finite(event.logprobs):
-        place = int(np.flatnonzero(~np.isfinite(event.logprobs.array))[0])
-        found = ("logprobs_not_finite", f"the logprob of output token {place} is not finite")
-    elif not _is_covered(event.policy_versions, num_output):
-        spans = [(span.start, span.end) for span in event.policy_versions]
-        found = (
-            "versions_do_not_cover",
-            f"policy version spans {spans} do not cover output tokens 0 to {num_output}",
-        )
-    if found is None:
+    elif turn.num_prompt_tokens == 0:
+        kind, what = "prompt_empty", "a turn needs at least one prompt token"
+    elif num_logprobs != num_output:
+        kind = "logprobs_differ"
+        what = f"expected one logprob for each of {num_output} output tokens, got {num_logprobs}"
+    elif not _is_finite(turn.logprobs):
+        place = int(np.flatnonzero(~np.isfinite(np.frombuffer(turn.logprobs, Logprobs.dtype)))[0])
+        kind, what = "logprobs_not_finite", f"the logprob of output token {place} is not finite"
+    elif not _is_covered(turn.policy_versions, num_output):
+        spans = [(span.start, span.end) for span in turn.policy_versions]
+        kind = "versions_do_not_cover"
+        what = f"policy version spans {spans} do not cover output tokens 0 to {num_output}"
+    else:
         return None
-    kind, what = found
-    detail = f"rollout {event.rollout_id}, turn {event.turn_id}: {what}"
-    return Problem(kind=kind, detail=detail, offset=offset, turn_id=event.turn_id)
+    detail = f"rollout {turn.rollout_id}, turn {turn.turn_id}: {what}"
+    return Problem(kind=kind, detail=detail, offset=turn.offset, turn_id=turn.turn_id)
 
 
-def _is_finite(logprobs: Logprobs) -> bool:
+def _is_finite(logprobs: bytes) -> bool:
     """Whether every logprob is a number.
 
     The sum of squares is not finite as soon as one of them is not; it takes a tenth of the time of
     a look at each. Huge numbers can overflow it, so that it alone does not condemn.
     """
-    values = logprobs.array
+    values = np.frombuffer(logprobs, Logprobs.dtype)
     return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
 
 

@@ -19,32 +19,19 @@ import msgspec
 import numpy as np
 
 from turnfold.healer.fold import FoldedTurn, Problem
-from turnfold.history.sequences import Ids, TokenStore, common_prefix_len
+from turnfold.history.sequences import Ids, Prefix, TokenStore, common_prefix_len
 from turnfold.schemas.wire import TokenIds
-
-
-class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn whose tokens are known."""
-
-    turn: FoldedTurn
-    extends: str | None
-    """The turn whose whole sequence (prompt and output) this prompt begins with."""
-    is_orphan: bool
-    """Sampled, but the client went on with another answer to the same prompt."""
-    output_start: int
-    """Where the output begins in the turn's sequence, and so in every row that holds it."""
-    output_end: int
-
-    @property
-    def turn_id(self) -> str:
-        return self.turn.event.turn_id
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The turns of a rollout that could be put together, by session and then as in the log."""
 
-    turns: dict[str, ResolvedTurn]
-    gaps: tuple[Problem, ...]
+    turns: dict[str, FoldedTurn]
+    extends: dict[str, str | None]
+    """For each turn the one whose whole sequence (prompt and output) its prompt begins with."""
+    orphans: frozenset[str] = frozenset()
+    """Turns that were sampled, but the client went on with another answer to the same prompt."""
+    gaps: tuple[Problem, ...] = ()
     """One for each turn whose parent is missing, damaged or too short: a `gap` when the turn could
     not be put together, `parent_missing` when it could, since it carries its whole prompt."""
     store: TokenStore | None
@@ -54,18 +41,16 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
         """Prompt and output of a turn."""
         if self.store is not None:
             return TokenIds(self.store.full(turn_id).tobytes())
-        events = [turn.turn.event for turn in self.path(turn_id)]
-        return TokenIds(
-            b"".join(ids.data for event in events for ids in (event.prompt_tail, event.output_ids))
-        )
+        parts = (ids for turn in self.path(turn_id) for ids in (turn.prompt_tail, turn.output_ids))
+        return TokenIds(b"".join(parts))
 
-    def path(self, turn_id: str) -> list[ResolvedTurn]:
+    def path(self, turn_id: str) -> list[FoldedTurn]:
         """The turn and all that it extends, the oldest first."""
-        found: list[ResolvedTurn] = []
+        found: list[FoldedTurn] = []
         name: str | None = turn_id
         while name is not None:
             found.append(self.turns[name])
-            name = self.turns[name].extends
+            name = self.extends[name]
         return found[::-1]
 
 
@@ -83,50 +68,36 @@ def _chain(ordered: Sequence[FoldedTurn]) -> Lineage | None:
     Most rollouts are one, and it is told by a few numbers of each turn without looking at a token.
     None for anything else: other sessions, resets, forks, damage, a prompt that came before.
     """
-    found: dict[str, ResolvedTurn] = {}
+    turns: dict[str, FoldedTurn] = {}
+    extends: dict[str, str | None] = {}
     last: str | None = None
     num_prompt = length = 0
     for turn in ordered:
-        event = turn.event
         if (
             turn.untrusted
-            or event.parent_turn_id != last
-            or event.shared_len != length
-            or event.num_prompt_tokens <= num_prompt
-            or event.session_id != ordered[0].event.session_id
+            or turn.parent_turn_id != last
+            or turn.shared_len != length
+            or turn.num_prompt_tokens <= num_prompt
+            or turn.session_id != ordered[0].session_id
         ):
             return None
-        num_prompt = event.num_prompt_tokens
-        length = num_prompt + len(event.output_ids)
-        found[event.turn_id] = ResolvedTurn(
-            turn=turn,
-            extends=last,
-            is_orphan=False,
-            output_start=num_prompt,
-            output_end=length,
-        )
-        last = event.turn_id
-    return Lineage(turns=found, gaps=(), store=None)
+        num_prompt, length = turn.num_prompt_tokens, turn.num_tokens
+        turns[turn.turn_id] = turn
+        extends[turn.turn_id] = last
+        last = turn.turn_id
+    return Lineage(turns=turns, extends=extends, store=None)
 
 
 def _resolve(ordered: Iterable[FoldedTurn]) -> Lineage:
     """The turns of any rollout."""
-    sound = {turn.event.turn_id: turn for turn in ordered if not turn.untrusted}
+    sound = {turn.turn_id: turn for turn in ordered if not turn.untrusted}
     store, gaps = _stored(sound)
     known = {turn_id: turn for turn_id, turn in sound.items() if turn_id in store}
     extends = _extensions(known, store)
-    orphans = _orphans(known, store, extends)
     return Lineage(
-        turns={
-            turn_id: ResolvedTurn(
-                turn=turn,
-                extends=extends[turn_id],
-                is_orphan=turn_id in orphans,
-                output_start=turn.event.num_prompt_tokens,
-                output_end=store.length(turn_id),
-            )
-            for turn_id, turn in known.items()
-        },
+        turns=known,
+        extends=extends,
+        orphans=frozenset(_orphans(known, store, extends)),
         gaps=tuple(gaps),
         store=store,
     )
@@ -134,7 +105,7 @@ def _resolve(ordered: Iterable[FoldedTurn]) -> Lineage:
 
 def canonical_order(turns: Iterable[FoldedTurn]) -> list[FoldedTurn]:
     """By session, then as they lie in the log, which fixes the order within a session only."""
-    return sorted(turns, key=lambda turn: turn.event.session_id)
+    return sorted(turns, key=lambda turn: turn.session_id)
 
 
 def _stored(sound: Mapping[str, FoldedTurn]) -> tuple[TokenStore, list[Problem]]:
@@ -142,17 +113,22 @@ def _stored(sound: Mapping[str, FoldedTurn]) -> tuple[TokenStore, list[Problem]]
     store = TokenStore()
     gaps = []
     for turn in _parents_first(sound):
-        event, parent = turn.event, turn.event.parent_turn_id
-        if event.shared_len == 0:
+        parent = turn.parent_turn_id
+        if turn.shared_len == 0:
             # The whole prompt is here, so the parent is not needed for its tokens.
-            store.add(msgspec.structs.replace(event, parent_turn_id=None))
+            _put(store, turn, None)
             if parent is not None and parent not in store:
                 gaps.append(_gap(turn, "parent_missing", store))
-        elif parent is not None and parent in store and event.shared_len <= store.length(parent):
-            store.add(event)
+        elif parent is not None and parent in store and turn.shared_len <= store.length(parent):
+            _put(store, turn, Prefix(parent, turn.shared_len))
         else:
             gaps.append(_gap(turn, "gap", store))
     return store, gaps
+
+
+def _put(store: TokenStore, turn: FoldedTurn, parent: Prefix | None) -> None:
+    own = np.frombuffer(turn.prompt_tail + turn.output_ids, dtype=TokenIds.dtype)
+    store.put(turn.turn_id, parent, own, turn.num_output)
 
 
 def _parents_first(sound: Mapping[str, FoldedTurn]) -> Iterator[FoldedTurn]:
@@ -163,24 +139,24 @@ def _parents_first(sound: Mapping[str, FoldedTurn]) -> Iterator[FoldedTurn]:
         name: str | None = turn_id
         while name is not None and name in sound and name not in done and name not in chain:
             chain[name] = None
-            name = sound[name].event.parent_turn_id
+            name = sound[name].parent_turn_id
         yield from (sound[name] for name in reversed(chain))
         done.update(chain)
 
 
 def _gap(turn: FoldedTurn, kind: str, store: TokenStore) -> Problem:
-    event, parent = turn.event, turn.event.parent_turn_id
+    parent = turn.parent_turn_id
     if parent is None:
-        why = f"shares {event.shared_len} tokens but names no parent"
+        why = f"shares {turn.shared_len} tokens but names no parent"
     elif parent not in store:
         why = f"parent {parent} is missing or damaged"
     else:
-        why = f"shares {event.shared_len} tokens of {parent}, which has {store.length(parent)}"
+        why = f"shares {turn.shared_len} tokens of {parent}, which has {store.length(parent)}"
     return Problem(
         kind=kind,
-        detail=f"rollout {event.rollout_id}, turn {event.turn_id}: {why}",
+        detail=f"rollout {turn.rollout_id}, turn {turn.turn_id}: {why}",
         offset=turn.offset,
-        turn_id=event.turn_id,
+        turn_id=turn.turn_id,
     )
 
 
@@ -190,7 +166,7 @@ def _extensions(known: Mapping[str, FoldedTurn], store: TokenStore) -> dict[str,
     A turn that names its parent extends it or, when it leaves the parent earlier, an ancestor. For
     one that carries its whole prompt, all sequences of the rollout are candidates.
     """
-    whole = [turn_id for turn_id, turn in known.items() if turn.event.shared_len == 0]
+    whole = [turn_id for turn_id, turn in known.items() if turn.shared_len == 0]
     found: dict[str, str | None] = {
         **dict.fromkeys(whole),
         **_longest_prefixes(known, store, whole),
@@ -212,14 +188,14 @@ def _extended_ancestor(
     Above a turn that names its parent comes that parent, of which no more than `shared_len` tokens
     are repeated further down; above one that carries its whole prompt, what `by_prefix` found.
     """
-    event = known[turn_id].event
-    above, num_shared = event.parent_turn_id, event.shared_len
+    turn = known[turn_id]
+    above, num_shared = turn.parent_turn_id, turn.shared_len
     while above is not None and store.length(above) > num_shared:
         if above in by_prefix:
             above = by_prefix[above]
         else:
-            num_shared = min(num_shared, known[above].event.shared_len)
-            above = known[above].event.parent_turn_id
+            num_shared = min(num_shared, known[above].shared_len)
+            above = known[above].parent_turn_id
     return above
 
 
@@ -234,7 +210,7 @@ def _longest_prefixes(
     longest = max((store.prompt_length(turn_id) for turn_id in whole), default=0)
     by_hash: dict[tuple[int, bytes], list[str]] = defaultdict(list)
     for turn_id, turn in known.items():
-        if turn.num_tokens <= longest and len(turn.event.output_ids):
+        if turn.num_tokens <= longest and turn.output_ids:
             sequence = store.full(turn_id)
             by_hash[len(sequence), sha256(sequence.data).digest()].append(turn_id)
     lengths = sorted({length for length, _ in by_hash})
@@ -242,7 +218,7 @@ def _longest_prefixes(
 
     def nearness(turn_id: str, other: str) -> tuple[bool, bool, int]:
         """Of equal sequences the last one before the turn, of its own session if there is one."""
-        is_same_session = known[turn_id].event.session_id == known[other].event.session_id
+        is_same_session = known[turn_id].session_id == known[other].session_id
         return is_same_session, place[other] < place[turn_id], place[other]
 
     found: dict[str, str] = {}
@@ -313,7 +289,7 @@ def _same_prompts(known: Mapping[str, FoldedTurn], store: TokenStore) -> list[li
     """Turns of one session with identical prompts, in order; prompts that came once are left out."""
     by_length: dict[tuple[str, int], list[str]] = defaultdict(list)
     for turn_id, turn in known.items():
-        by_length[turn.event.session_id, turn.event.num_prompt_tokens].append(turn_id)
+        by_length[turn.session_id, turn.num_prompt_tokens].append(turn_id)
     by_prompt: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for (session_id, _), turn_ids in by_length.items():
         for turn_id in turn_ids if len(turn_ids) > 1 else ():

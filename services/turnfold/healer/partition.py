@@ -22,6 +22,7 @@ import msgspec
 from turnfold.healer.fold import RolloutState, RunningFold, open_rollout
 from turnfold.healer.lineage import Lineage, resolve
 from turnfold.healer.opened import OpenRollouts
+from turnfold.healer.recorded import decode_for_fold
 from turnfold.healer.rows import trajectory
 from turnfold.log.records import Record
 from turnfold.schemas import codec
@@ -34,8 +35,6 @@ seconds; the rest is for clocks that differ."""
 
 NO_DEADLINE_S = 3600.0
 """What stands for a deadline, from the start on, in a rollout that has none."""
-
-_EVENTS: codec.Decoder[Event] = codec.Decoder(Event)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -158,7 +157,7 @@ class PartitionFold:
         log_time_before = self.log_time
         self.log_time = max(self.log_time, record.timestamp)
         try:
-            event = decode_event(record)
+            event = decode_for_fold(record)
         except codec.CodecError as error:
             return [self._undecodable(record, str(error))]
         if isinstance(event, RolloutStarted) and event.rollout_id in self._known:
@@ -265,7 +264,7 @@ class Revisions:
         if record.key not in self._wanted:
             return None
         try:
-            event = decode_event(record)
+            event = decode_for_fold(record)
         except codec.CodecError as error:
             self._mark(record, str(error))
             return None
@@ -295,19 +294,6 @@ class Revisions:
         rollout_id = (record.key or b"").decode(errors="replace")
         if rollout_id in self._folds:
             self._folds[rollout_id].mark_undecodable(record.offset, reason)
-
-
-def decode_event(record: Record) -> Event:
-    """The event in a record. Raises CodecError saying what is wrong with it."""
-    if record.value is None:
-        raise codec.CodecError("expected an event, got a record without a value")
-    event = _EVENTS.decode(record.value, record.content_type)
-    if record.key != event.rollout_id.encode():
-        raise codec.CodecError(
-            f"expected the key to be the rollout_id {event.rollout_id!r}, got {record.key!r}: "
-            "all events of a rollout must lie in one partition"
-        )
-    return event
 
 
 def _not_open(event: Event) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import msgspec
 
 from turnfold.healer.fold import FoldedTurn, RolloutState, is_reward_finite
-from turnfold.healer.lineage import Lineage, ResolvedTurn, canonical_order, resolve
+from turnfold.healer.lineage import Lineage, canonical_order, resolve
 from turnfold.schemas import codec
 from turnfold.schemas.events import HistoryMode, RolloutAborted, VersionSpan
 from turnfold.schemas.topics import MAX_MESSAGE_BYTES
@@ -103,9 +103,9 @@ def _verdict(state: RolloutState, lineage: Lineage) -> _Verdict:
 def _is_cut_short(lineage: Lineage) -> bool:
     """Whether the last answer of a session ran into its token limit."""
     last = {
-        turn.turn.event.session_id: turn.turn.event.finish_reason
-        for turn in lineage.turns.values()
-        if not turn.is_orphan
+        turn.session_id: turn.finish_reason
+        for turn_id, turn in lineage.turns.items()
+        if turn_id not in lineage.orphans
     }
     return "length" in last.values()
 
@@ -142,7 +142,7 @@ def _made(
         ledger=ledger,
         num_turns=len(state.turns),
         num_failed_turns=state.num_failed_turns,
-        num_healed=sum(turn.event.continuity == "healed" for turn in state.turns.values()),
+        num_healed=sum(turn.continuity == "healed" for turn in state.turns.values()),
         min_policy_version=min(versions, default=0),
         max_policy_version=max(versions, default=0),
         marks=_marks(state, lineage, rows, verdict),
@@ -153,12 +153,13 @@ def _made(
 
 def build_rows(lineage: Lineage, mode: HistoryMode) -> tuple[Row, ...]:
     """One row for each turn that nothing extends, without rows that would train nothing."""
-    kept = [turn for turn in lineage.turns.values() if mode == "tree" or not turn.is_orphan]
-    extended = {turn.extends for turn in kept}
+    given_up = frozenset() if mode == "tree" else lineage.orphans
+    kept = [turn_id for turn_id in lineage.turns if turn_id not in given_up]
+    extended = {lineage.extends[turn_id] for turn_id in kept}
     trained: set[str] = set()
     rows = []
     for leaf in kept:
-        if leaf.turn_id in extended:
+        if leaf in extended:
             continue
         row = _row(lineage, leaf, trained)
         if row is not None:
@@ -167,27 +168,27 @@ def build_rows(lineage: Lineage, mode: HistoryMode) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
+def _row(lineage: Lineage, leaf: str, trained: set[str]) -> Row | None:
     """The row that ends at `leaf`, cut after its last trained token; None when it trains none."""
-    path = [turn for turn in lineage.path(leaf.turn_id) if turn.output_end > turn.output_start]
-    to_train = [t for t in path if not t.turn.untrained and t.turn_id not in trained]
+    path = [turn for turn in lineage.path(leaf) if turn.output_ids]
+    to_train = [t for t in path if not t.untrained and t.turn_id not in trained]
     if not to_train:
         return None
-    num_tokens = to_train[-1].output_end
+    num_tokens = to_train[-1].num_tokens
     loss_mask, logprobs = _trained_arrays(to_train)
-    path = [turn for turn in path if turn.output_end <= num_tokens]
+    path = [turn for turn in path if turn.num_tokens <= num_tokens]
     is_trained = {turn.turn_id for turn in to_train}
-    sequence = lineage.sequence(leaf.turn_id)
+    sequence = lineage.sequence(leaf)
     return Row(
         token_ids=sequence if len(sequence) == num_tokens else sequence[:num_tokens],
         loss_mask=loss_mask,
         logprobs=logprobs,
-        session_id=leaf.turn.event.session_id,
+        session_id=lineage.turns[leaf].session_id,
         turns=tuple(
             TurnSpan(
                 turn_id=turn.turn_id,
-                start=turn.output_start,
-                end=turn.output_end,
+                start=turn.num_prompt_tokens,
+                end=turn.num_tokens,
                 is_trained=turn.turn_id in is_trained,
             )
             for turn in path
@@ -196,29 +197,29 @@ def _row(lineage: Lineage, leaf: ResolvedTurn, trained: set[str]) -> Row | None:
     )
 
 
-def _trained_arrays(to_train: Iterable[ResolvedTurn]) -> tuple[LossMask, Logprobs]:
+def _trained_arrays(to_train: Iterable[FoldedTurn]) -> tuple[LossMask, Logprobs]:
     """Mask and logprobs up to the end of the last of these turns: 0 outside of their outputs.
 
     Put together from the bytes as they came: making arrays of them takes several times as long.
     """
     loss_mask, logprobs, end = list[bytes](), list[bytes](), 0
     for turn in to_train:
-        num_context = turn.output_start - end
-        loss_mask += (bytes(num_context), b"\x01" * (turn.output_end - turn.output_start))
-        logprobs += (bytes(num_context * Logprobs.itemsize), turn.turn.event.logprobs.data)
-        end = turn.output_end
+        num_context = turn.num_prompt_tokens - end
+        end = turn.num_tokens
+        loss_mask += (bytes(num_context), b"\x01" * (end - turn.num_prompt_tokens))
+        logprobs += (bytes(num_context * Logprobs.itemsize), turn.logprobs)
     return LossMask(b"".join(loss_mask)), Logprobs(b"".join(logprobs))
 
 
-def _version_spans(turn: ResolvedTurn) -> Iterable[VersionSpan]:
+def _version_spans(turn: FoldedTurn) -> Iterable[VersionSpan]:
     """The versions of a turn's output, counted from the start of the row."""
-    if turn.turn.untrained == "versions_do_not_cover":
+    if turn.untrained == "versions_do_not_cover":
         return
-    for span in turn.turn.event.policy_versions:
+    for span in turn.policy_versions:
         yield VersionSpan(
             policy_version=span.policy_version,
-            start=turn.output_start + span.start,
-            end=turn.output_start + span.end,
+            start=turn.num_prompt_tokens + span.start,
+            end=turn.num_prompt_tokens + span.end,
         )
 
 
@@ -235,7 +236,7 @@ def build_ledger(
     in_a_row = {span.turn_id for row in rows for span in row.turns}
     entries = []
     for turn in canonical_order(turns):
-        turn_id = turn.event.turn_id
+        turn_id = turn.turn_id
         if turn_id in trained_in:
             entries.append(_entry(turn, is_trained=True, row=trained_in[turn_id]))
             continue
@@ -248,14 +249,13 @@ def build_ledger(
 
 
 def _why_untrained(turn: FoldedTurn, lineage: Lineage, mode: HistoryMode) -> str:
-    resolved = lineage.turns.get(turn.event.turn_id)
     if turn.untrusted or turn.untrained:
         return turn.untrusted or turn.untrained
-    if resolved is None:
+    if turn.turn_id not in lineage.turns:
         return "gap"
-    if resolved.is_orphan and mode == "linear":
+    if turn.turn_id in lineage.orphans and mode == "linear":
         return "orphan"
-    assert len(turn.event.output_ids) == 0, f"turn {turn.event.turn_id} is in no row"
+    assert not turn.output_ids, f"turn {turn.turn_id} is in no row"
     return ""
 
 
@@ -276,23 +276,22 @@ def _entry(
     dropped: dict[str, int] | None = None,
     row: int | None = None,
 ) -> TurnLedger:
-    event = turn.event
-    num_sampled = len(event.output_ids)
+    num_sampled = turn.num_output
     return TurnLedger(
-        turn_id=event.turn_id,
-        session_id=event.session_id,
+        turn_id=turn.turn_id,
+        session_id=turn.session_id,
         num_sampled=num_sampled,
         num_trained=num_sampled if is_trained else 0,
         masked=masked or {},
         dropped=dropped or {},
         row=row,
-        continuity=event.continuity,
-        finish_reason=event.finish_reason,
+        continuity=turn.continuity,
+        finish_reason=turn.finish_reason,
     )
 
 
 def _counted(turn: FoldedTurn, reason: str) -> dict[str, int]:
-    num_sampled = len(turn.event.output_ids)
+    num_sampled = turn.num_output
     return {reason: num_sampled} if num_sampled else {}
 
 
@@ -303,7 +302,7 @@ def _marks(
     if not state.turns.keys() >= verdict.turn_rewards.keys():
         marks.add("reward_of_unknown_turn")
     trained = {span.turn_id for row in rows for span in row.turns if span.is_trained}
-    if any(not lineage.turns[turn_id].turn.event.policy_versions for turn_id in trained):
+    if any(not lineage.turns[turn_id].policy_versions for turn_id in trained):
         marks.add("policy_version_unknown")
     return tuple(sorted(marks))
 

@@ -100,12 +100,19 @@ class TokenStore:
         if turn.turn_id in self._nodes:
             self._check_same(turn, own)
             return False
+        self.put(turn.turn_id, parent, own, len(turn.output_ids))
+        return True
+
+    def put(self, turn_id: str, parent: Prefix | None, own: Ids, num_output: int) -> None:
+        """Add a turn that is new and sound; `own` is its prompt after the parent's and its output.
+
+        Without a parent it gets the longest exact token prefix, as in `add`.
+        """
         if parent is None:
             # The prompt alone is looked up: an output that happens to equal another is no context.
-            parent = self.longest_prefix(turn.prompt_tail.array)
+            parent = self.longest_prefix(own[: len(own) - num_output])
             own = own[parent.shared_len :].copy() if parent else own
-        self._insert(turn.turn_id, parent, own, len(turn.output_ids))
-        return True
+        self._insert(turn_id, parent, own, num_output)
 
     def full(self, turn_id: str) -> Ids:
         """Prompt and output of the turn."""

@@ -6,7 +6,6 @@ once, and again where a test has killed it.
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,16 +25,18 @@ import pytest
 from turnfold.embedded.tiny.build import build
 from turnfold.embedded.tiny.recipe import Recipe
 from turnfold.gateway.backends import sglang, vllm
-from turnfold.gateway.backends.engine import EngineKind
+from turnfold.gateway.backends.engine import EngineKind, GenerateRequest, Generation
 from turnfold.gateway.backends.kinds import engines_of, weights_of
 from turnfold.gateway.backends.model_directory import load_model_directory
 from turnfold.gateway.backends.replicas import ReplicatedEngines
 from turnfold.gateway.backends.weights import EngineWeights
+from turnfold.gateway.calls import CallParams
 from turnfold.gateway.testing import free_port
+from turnfold.schemas.wire import TokenIds
 
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 600.0
-MAX_LEN = 1024
+MAX_LEN = 4096
 NUM_SLOTS = 16
 
 ENDS_WITH_US = 'exec 3<&0; { cat <&3; kill -9 -- -$$; } & "$@" 3<&- & wait $!'
@@ -107,15 +109,6 @@ class Server:
         self.process.wait(20)
         self.process = None
 
-    def num_running(self) -> int:
-        """Requests that it samples for now."""
-        if self.kind == "sglang":
-            loads = self._get("/v1/loads").json()["loads"]
-            return sum(int(load["num_running_reqs"]) for load in loads)
-        found = re.search(r"^vllm:num_requests_running\S* (\S+)$", self._get("/metrics").text, re.M)
-        assert found, f"{self.url}/metrics does not say how many requests run"
-        return int(float(found[1]))
-
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
@@ -156,7 +149,7 @@ def command(server: Server) -> list[str]:
         *("--incremental-streaming-output", "--sleep-on-idle", "--context-length", str(MAX_LEN)),
         *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph"),
-        *("--max-total-tokens", "20000", "--mem-fraction-static", "0.1"),
+        *("--max-total-tokens", "80000", "--mem-fraction-static", "0.1"),
         *("--skip-server-warmup", "--disable-overlap-schedule"),
         *("--max-running-requests", str(NUM_SLOTS)),
     ]
@@ -188,7 +181,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
     The size of their heads is one that both servers' attention can do.
     """
-    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "max_len": MAX_LEN}
     recipes = [
         Recipe(seed=0, **heads),
         Recipe(seed=1, **heads, initializer_range=0.2, num_learn_steps=0, max_weaken_steps=0),
@@ -259,6 +252,59 @@ def _ignoring_eos(request_body: Callable[..., bytes]) -> Callable[..., bytes]:
         return msgspec.json.encode(sent)
 
     return body
+
+
+TakePlaces = Callable[[int], Awaitable[list["asyncio.Task[Generation]"]]]
+
+
+@pytest.fixture
+async def take_places(engines: ReplicatedEngines, endless: None) -> AsyncIterator[TakePlaces]:
+    """`await take_places(14)` takes so many of the NUM_SLOTS places that the server samples in.
+
+    The calls are sampled when it returns; each would give 3,000 tokens.
+    """
+    calls: list[asyncio.Task[Generation]] = []
+
+    async def take(number: int) -> list["asyncio.Task[Generation]"]:
+        begun = [asyncio.Event() for _ in range(number)]
+        taking = [
+            asyncio.create_task(engines.generate(_filler(), _Setting(event))) for event in begun
+        ]
+        calls.extend(taking)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(event.wait() for event in begun))
+        return taking
+
+    yield take
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+_numbers = count()
+
+
+def _filler() -> GenerateRequest:
+    # Never an id again: SGLang may notice seconds later that nobody waits for the last one with it.
+    number = next(_numbers)
+    return GenerateRequest(
+        request_id=f"filler-{number:05}",
+        session_id="s",
+        prompt_ids=TokenIds.of([20 + number % 300]),
+        max_tokens=3000,
+        temperature=1.0,
+        params=CallParams(),
+    )
+
+
+class _Setting:
+    """Sets an event when the first token is told."""
+
+    def __init__(self, event: asyncio.Event) -> None:
+        self._event = event
+
+    def __call__(self, ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        self._event.set()
 
 
 Forward = Callable[..., list[float]]

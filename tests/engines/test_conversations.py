@@ -30,7 +30,9 @@ CONTROL = {"authorization": "Bearer control"}
 NAME, DESCRIPTION = "lookup", "d"
 PARAMETERS = {"type": "object", "properties": {"door": {"type": "string"}}, "required": ["door"]}
 FUNCTION = {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}
+HELLO = [{"role": "user", "content": "hello"}]
 NUM_TURNS = 3
+NUM_SLOTS = 16
 CLOSE = 1e-3
 
 
@@ -263,43 +265,79 @@ def assert_sampled_from(
         assert spans == [(policy_version, 0, length)]
 
 
-@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
 async def test_a_client_that_leaves_frees_its_place_in_the_engine(
-    pipeline: Pipeline, server: Any, eventually: Callable[[Callable[[], Awaitable[bool]]], Any]
+    pipeline: Pipeline, take_places: Any, is_streamed: bool
 ) -> None:
-    rollout = await pipeline.start_rollout(max_tokens=900)
-
-    async def is_running() -> bool:
-        if call.done():
-            raise AssertionError(f"the call ended by itself: {call}")
-        return bool(await asyncio.to_thread(server.num_running) == 1)
-
-    async def is_free() -> bool:
-        return bool(await asyncio.to_thread(server.num_running) == 0)
-
-    for is_streamed in (False, True):
-        call = asyncio.create_task(read_long_reply(rollout, is_streamed))
-        await eventually(is_running)
-        call.cancel()
-        await asyncio.wait({call})
-        await eventually(is_free)
-    reasons = [e.reason for e in await failures(pipeline, rollout, 2)]
-    assert reasons == ["aborted", "aborted"]
+    others = await take_places(NUM_SLOTS - 2)
+    rollout = await pipeline.start_rollout()
+    call = asyncio.create_task(ask_in_chat(rollout, is_streamed, asyncio.Event(), 4000))
+    await ask_in_chat(rollout, False, asyncio.Event(), 4)  # meanwhile the other one has come as far
+    others += await take_places(1)
+    call.cancel()
+    await asyncio.wait({call})
+    await ask_in_chat(rollout, False, asyncio.Event(), 4)
+    # Each of the others ends before the one that left would have: nobody else made room.
+    assert not any(other.done() for other in others)
+    (failed,) = await failures(pipeline, rollout, 1)
+    assert failed.reason == "aborted"
 
 
-async def read_long_reply(rollout: dict[str, Any], is_streamed: bool) -> None:
+async def ask_in_chat(
+    rollout: dict[str, Any], is_streamed: bool, begun: asyncio.Event, max_tokens: int
+) -> str:
+    """The content of a reply; `begun` is set when some of a streamed one has come."""
     async with openai.AsyncOpenAI(
         base_url=rollout["base_url"], api_key=rollout["api_key"], max_retries=0
     ) as client:
-        reply = await client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "hello"}],
-            max_tokens=900,
-            stream=is_streamed,
-        )
-        if isinstance(reply, openai.AsyncStream):
-            async for _ in reply:
-                pass
+        asked: Any = {"model": "m", "messages": HELLO, "max_tokens": max_tokens}
+        if not is_streamed:
+            completion = await client.chat.completions.create(**asked)
+            return completion.choices[0].message.content or ""
+        said = ""
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            delta = chunk.choices[0].delta
+            said += delta.content or ""
+            if delta.content or getattr(delta, "reasoning_content", ""):
+                begun.set()
+        return said
+
+
+async def ask_in_responses(
+    rollout: dict[str, Any], is_streamed: bool, begun: asyncio.Event, max_tokens: int
+) -> str:
+    """The same in OpenAI responses."""
+    async with openai.AsyncOpenAI(
+        base_url=rollout["base_url"], api_key=rollout["api_key"], max_retries=0
+    ) as client:
+        asked: Any = {"model": "m", "input": HELLO, "max_output_tokens": max_tokens}
+        if not is_streamed:
+            return str((await client.responses.create(**asked)).output_text)
+        said = ""
+        async for event in await client.responses.create(**asked, stream=True):
+            said += event.delta if event.type == "response.output_text.delta" else ""
+            if event.type.endswith(".delta"):
+                begun.set()
+        return said
+
+
+async def ask_in_messages(
+    rollout: dict[str, Any], is_streamed: bool, begun: asyncio.Event, max_tokens: int
+) -> str:
+    """The same in Anthropic messages."""
+    async with anthropic.AsyncAnthropic(
+        base_url=rollout["base_url"].removesuffix("/v1"), api_key=rollout["api_key"], max_retries=0
+    ) as client:
+        asked: Any = {"model": "m", "messages": HELLO, "max_tokens": max_tokens}
+        if not is_streamed:
+            message = await client.messages.create(**asked)
+            return "".join(block.text for block in message.content if block.type == "text")
+        said = ""
+        async for event in await client.messages.create(**asked, stream=True):
+            if event.type == "content_block_delta":
+                said += event.delta.text if event.delta.type == "text_delta" else ""
+                begun.set()
+        return said
 
 
 async def failures(
@@ -316,7 +354,7 @@ async def failures(
 
 
 @pytest.mark.usefixtures("endless")
-async def test_an_engine_killed_in_the_middle_is_a_typed_failure_and_comes_back_with_the_newest_policy(
+async def test_an_engine_killed_in_the_middle_is_a_typed_failure_and_answers_the_same_requests_when_it_is_back(
     pipeline: Pipeline,
     server: Any,
     weights: list[Path],
@@ -330,25 +368,29 @@ async def test_an_engine_killed_in_the_middle_is_a_typed_failure_and_comes_back_
             return health.is_ready and await pipeline.served() == [5]
 
         await eventually(is_served)
-        rollout = await pipeline.start_rollout()
-        await talk_in_chat(rollout, is_streamed=False)
-        assert_sampled_from(
-            forward, await pipeline.turns(rollout["rollout_id"]), 1, policy_version=5
-        )
+        rollouts = [await pipeline.start_rollout() for _ in ASKED]
+        begun = [asyncio.Event() for _ in ASKED]
 
-        long = await pipeline.start_rollout(max_tokens=900)
-        call = asyncio.create_task(read_long_reply(long, is_streamed=False))
+        def ask_all() -> list["asyncio.Task[str]"]:
+            return [
+                asyncio.create_task(ask(rollout, is_streamed, event, 1200))
+                for (ask, is_streamed), rollout, event in zip(ASKED, rollouts, begun, strict=True)
+            ]
 
-        async def is_running() -> bool:
-            return bool(await asyncio.to_thread(server.num_running) == 1)
-
-        await eventually(is_running)
+        calls = ask_all()
+        # What is not streamed was asked first, so that it has come as far by then.
+        streamed = [e for e, (_, is_streamed) in zip(begun, ASKED, strict=True) if is_streamed]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(event.wait() for event in streamed))
         await asyncio.to_thread(server.kill9)
-        with pytest.raises(openai.InternalServerError) as caught:
-            await call
-        assert caught.value.status_code in (502, 503)
-        (failed,) = await failures(pipeline, long, 1)
-        assert failed.reason == "engine_unavailable"
+        for (_, is_streamed), call in zip(ASKED, calls, strict=True):
+            assert_retriable(await the_error_of(call), is_streamed)
+        for rollout in rollouts:
+            (failed,) = await failures(pipeline, rollout, 1)
+            assert (failed.reason, await pipeline.turns(rollout["rollout_id"])) == (
+                "engine_unavailable",
+                [],
+            )
 
         async def is_missed() -> bool:
             return not health.is_ready
@@ -356,8 +398,39 @@ async def test_an_engine_killed_in_the_middle_is_a_typed_failure_and_comes_back_
         await eventually(is_missed)
         await asyncio.to_thread(server.start)  # with the weights of its model directory
         await eventually(is_served)
-        rollout = await pipeline.start_rollout()
-        await talk_in_messages(rollout, is_streamed=True)
-        assert_sampled_from(
-            forward, await pipeline.turns(rollout["rollout_id"]), 1, policy_version=5
-        )
+        for said, rollout in zip(await asyncio.gather(*ask_all()), rollouts, strict=True):
+            (turn,) = turns = await pipeline.turns(rollout["rollout_id"])
+            assert turn.reply is not None
+            assert turn.reply.content == said
+            assert_sampled_from(forward, turns, 1, policy_version=5)
+
+
+ASKED: list[tuple[Any, bool]] = [
+    (ask_in_chat, False),
+    (ask_in_responses, False),
+    (ask_in_messages, False),
+    (ask_in_chat, True),
+    (ask_in_responses, True),
+    (ask_in_messages, True),
+]
+
+
+async def the_error_of(call: "asyncio.Task[str]") -> openai.APIError | anthropic.APIStatusError:
+    try:
+        said = await call
+    except (openai.APIError, anthropic.APIStatusError) as error:
+        return error
+    raise AssertionError(f"expected an error, got {said!r}")
+
+
+def assert_retriable(error: openai.APIError | anthropic.APIStatusError, is_streamed: bool) -> None:
+    """What the agent sees: the protocol's own error, before or in the middle of the stream."""
+    body: Any = error.body
+    if isinstance(error, anthropic.APIStatusError):
+        assert body["error"]["type"] == "overloaded_error"
+    else:
+        assert (body["type"], body["code"]) == ("server_error", "engine_unavailable")
+    if not is_streamed:
+        assert isinstance(error, openai.APIStatusError | anthropic.APIStatusError)
+        assert error.status_code == 503
+        assert error.response.headers["x-should-retry"] == "true"

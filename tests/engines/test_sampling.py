@@ -1,7 +1,7 @@
 """What comes back from a real engine: the ids that were sampled, under the logprobs of the policy."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from turnfold.gateway.calls import CallParams
 from turnfold.schemas.wire import TokenIds
 
 EOS = 2
-MAX_LEN = 1024
+MAX_LEN = 4096
+NUM_SLOTS = 16
 CLOSE = 1e-3
 """Largest difference to a forward pass of transformers, in nats."""
 
@@ -147,6 +148,18 @@ async def test_the_tokens_of_a_stop_string_are_kept(
     assert len(generation.logprobs) == 3
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_engine_says_how_much_of_a_prompt_it_had_in_its_cache(
+    engines: ReplicatedEngines, is_streamed: bool
+) -> None:
+    ids = prompt(300, seed=7)
+    first = await engines.generate(request(ids, 4), Pieces() if is_streamed else None)
+    again = await engines.generate(request(ids, 4), Pieces() if is_streamed else None)
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens is not None
+    assert 128 <= again.num_cached_tokens < 300
+
+
 async def test_a_sequence_may_fill_the_context_and_not_more(engines: ReplicatedEngines) -> None:
     limit = await engines.max_context_tokens()
     assert limit is not None
@@ -169,26 +182,20 @@ async def test_an_id_outside_the_vocabulary_never_reaches_the_engine(
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_call_that_nobody_waits_for_frees_its_place(
-    engines: ReplicatedEngines,
-    server: Any,
-    eventually: Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]],
-    is_streamed: bool,
+    engines: ReplicatedEngines, take_places: Any, is_streamed: bool
 ) -> None:
-    pieces = Pieces()
-    sent = request(prompt(20), 900)
-    call = asyncio.create_task(engines.generate(sent, pieces if is_streamed else None))
-
-    async def is_running() -> bool:
-        return bool(await asyncio.to_thread(server.num_running) == 1)
-
-    async def is_free() -> bool:
-        return bool(await asyncio.to_thread(server.num_running) == 0)
-
-    await eventually(is_running)
-    call.cancel()
+    others = await take_places(NUM_SLOTS - 2)
+    leaving = asyncio.create_task(
+        engines.generate(request(prompt(10), 4000), Pieces() if is_streamed else None)
+    )
+    await engines.generate(request(prompt(10), 4))  # meanwhile the other one has come as far
+    others += await take_places(1)
+    leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await call
-    await eventually(is_free)
+        await leaving
+    await engines.generate(request(prompt(10), 4))
+    # Each of the others ends before the one that left would have: nobody else made room.
+    assert not any(call.done() for call in others)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -196,7 +203,7 @@ async def test_what_an_engine_had_when_it_ended_a_call_is_handed_on(
     engines: ReplicatedEngines, forward: Any, is_streamed: bool
 ) -> None:
     ids, pieces = prompt(20, seed=5), Pieces()
-    sent = request(ids, 900)
+    sent = request(ids, 4000)
     begun = asyncio.create_task(engines.generate(sent, pieces if is_streamed else None))
     watched = request(prompt(20, seed=6), 40)
     await engines.generate(watched)  # meanwhile the other one has come as far
@@ -207,7 +214,7 @@ async def test_what_an_engine_had_when_it_ended_a_call_is_handed_on(
     partial = caught.value.partial
     assert partial is not None
     output = partial.output_ids.tolist()
-    assert 20 < len(output) < 900
+    assert 20 < len(output) < 4000
     assert pieces.ids == output[: len(pieces.ids)]
     expected = forward(0, ids, output)
     assert largest_difference(partial.logprobs.tolist(), expected) < CLOSE

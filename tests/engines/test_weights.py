@@ -61,13 +61,13 @@ async def test_a_reply_that_an_update_cuts_in_two_says_which_weights_sampled_wha
     engines: ReplicatedEngines, engine_weights: EngineWeights, weights: list[Path], forward: Any
 ) -> None:
     ids, begun = prompt(150, seed=11), AfterTokens(20)
-    call = asyncio.create_task(engines.generate(request(ids, 850, "cut"), begun))
+    call = asyncio.create_task(engines.generate(request(ids, 2000, "cut"), begun))
     await begun.reached.wait()
     await engine_weights.update(str(weights[1]), 2)
     generation = await call
     first, second = generation.policy_versions
     assert (first.policy_version, second.policy_version) == (1, 2)
-    assert (first.start, second.start, second.end) == (0, first.end, 850)
+    assert (first.start, second.start, second.end) == (0, first.end, 2000)
     assert first.end >= 20
     # Each part agrees with its own weights over the whole text before it: nothing stale is left.
     assert_sampled_from(forward, 0, ids, generation, 0, first.end)

@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
 import httpx
 import msgspec
@@ -13,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.embedded.tiny.tokenizer import build_tokenizer
 from turnfold.gateway.settings import Settings
 from turnfold.gateway.testing import Reply, ScriptedEngine, running_gateway, text_ids
@@ -24,12 +23,6 @@ from turnfold.schemas.events import Event, TurnCompleted
 
 CONTROL = {"authorization": "Bearer control"}
 STOP = "<|im_end|>"
-
-
-@pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
-        yield process
 
 
 @pytest.fixture(scope="session")
@@ -125,11 +118,15 @@ class Stack:
 
 @pytest.fixture
 async def stack(
-    broker: BrokerProcess, engine: ScriptedEngine, model_dir: Path, tokenizer: Tokenizer
+    broker: RunningBroker,
+    engine: ScriptedEngine,
+    model_dir: Path,
+    tokenizer: Tokenizer,
+    new_namespace: Callable[[], str],
 ) -> AsyncIterator[Stack]:
     settings = Settings(
         bootstrap=broker.bootstrap,
-        namespace=f"t{uuid4().hex[:10]}",
+        namespace=new_namespace(),
         model=str(model_dir),
         engines=(engine.url,),
         port=0,

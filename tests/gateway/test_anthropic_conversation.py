@@ -1,5 +1,6 @@
 """Conversations through the unmodified Anthropic SDK, plain and streamed, and what the log holds."""
 
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -189,10 +190,10 @@ async def test_the_events_of_a_stream_reach_the_sdk_in_order(gateway: Any, clien
     gateway.engine.script(gateway.says(f"<think>\nhm\n</think>\n\nLooking.\n{CALL}"))
     stream = await client.messages.create(**SETTINGS, messages=QUESTION, tools=TOOLS, stream=True)
     events = [event async for event in stream]
-    kinds = [event.type for event in events]
+    # Into how many deltas a text is cut is a matter of time.
+    kinds = [kind for kind, _ in itertools.groupby(event.type for event in events)]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    thinking = [block[0], block[1], block[1], block[2]]
-    assert kinds == ["message_start", *thinking, *block, *block, "message_delta", "message_stop"]
+    assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
     assert [e.index for e in events if e.type == "content_block_start"] == [0, 1, 2]
     assert events[-2].delta.stop_reason == "tool_use"
 

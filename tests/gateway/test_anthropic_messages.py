@@ -325,6 +325,8 @@ ANSWER = Answer(
     finish_reason="stop",
     num_prompt_tokens=3,
     num_output_tokens=4,
+    num_cached_tokens=2,
+    num_reasoning_tokens=1,
 )
 
 
@@ -355,9 +357,9 @@ def test_an_answer_has_anthropics_form() -> None:
         "stop_reason": "tool_use",
         "stop_sequence": None,
         "usage": {
-            "input_tokens": 3,
+            "input_tokens": 1,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": 2,
             "output_tokens": 4,
         },
     }
@@ -412,7 +414,7 @@ def test_a_stream_has_anthropics_events() -> None:
     assert all(name == data["type"] for name, data in events)
     message = events[0][1]["message"]
     assert (message["stop_reason"], message["content"]) == (None, [])
-    assert message["usage"]["input_tokens"] == 3
+    assert message["usage"]["input_tokens"] == 3  # nobody knows yet what was cached
     assert events[2][1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
     assert events[4][1]["delta"] == {"type": "signature_delta", "signature": seal("hm")}
     assert events[6][1]["content_block"] == {
@@ -423,7 +425,12 @@ def test_a_stream_has_anthropics_events() -> None:
     }
     partial = {"type": "input_json_delta", "partial_json": '{"y":"a\\"ü","x":null}'}
     assert events[7][1] == {"type": "content_block_delta", "index": 1, "delta": partial}
-    assert events[9][1]["usage"]["output_tokens"] == 4
+    assert events[9][1]["usage"] == {
+        "input_tokens": 1,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from turnfold.gateway.calls import CallParams
 from turnfold.gateway.testing import Reply, ScriptedEngine, free_port
 from turnfold.schemas.wire import TokenIds
 
+USAGE = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 6}}
+
 
 def response(**changes: Any) -> bytes:
     choice = {
@@ -30,7 +32,7 @@ def response(**changes: Any) -> bytes:
         "logprobs": {"content": [{"logprob": -0.5, "token_id": 7}, {"logprob": -1.5}]},
         **changes,
     }
-    return msgspec.json.encode({"choices": [choice]})
+    return msgspec.json.encode({"choices": [choice], "usage": USAGE})
 
 
 def test_a_good_sample_is_read_as_it_is() -> None:
@@ -39,6 +41,7 @@ def test_a_good_sample_is_read_as_it_is() -> None:
     assert generation.output_ids.tolist() == [7, 8]
     assert generation.logprobs.tolist() == [-0.5, -1.5]
     assert generation.stop_reason == 9
+    assert generation.num_cached_tokens == 6
     versions = [(s.policy_version, s.start, s.end) for s in generation.policy_versions]
     assert versions == [(3, 0, 1), (4, 1, 2)]
 
@@ -46,6 +49,15 @@ def test_a_good_sample_is_read_as_it_is() -> None:
 def test_an_engine_that_was_never_told_a_version_says_nothing() -> None:
     spans = [{"version": "default", "start": 0, "end": 2}]
     assert read_generation(response(weight_versions=spans), 10).policy_versions == ()
+
+
+@pytest.mark.parametrize(
+    "usage", [None, {}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}]
+)
+def test_an_engine_that_says_nothing_of_its_cache_is_not_said_to(usage: Any) -> None:
+    told = msgspec.json.decode(response())
+    body = msgspec.json.encode({**told, "usage": usage})
+    assert read_generation(body, 10).num_cached_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -166,6 +178,32 @@ async def test_error_answers_are_told_apart(
         await engines.generate(request())
     assert caught.value.reason == reason
     await engines.aclose()
+
+
+async def test_prompts_and_outputs_of_any_length_pass(engine: ScriptedEngine) -> None:
+    engines = await open_engines(engine.url)
+    prompt_ids, output_ids = [7] * 400_000, [8] * 50_000
+    engine.script(Reply(ids=output_ids))
+    asked = msgspec.structs.replace(request(), prompt_ids=TokenIds.of(prompt_ids))
+    assert (await engines.generate(asked)).output_ids.tolist() == output_ids
+    assert engine.requests[0]["token_ids"] == prompt_ids
+    await engines.aclose()
+
+
+async def test_a_call_goes_only_where_it_was_sent(engine: ScriptedEngine) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        target = f"{engine.url}/inference/v1/generate".encode()
+        writer.write(b"HTTP/1.1 307 x\r\nlocation: %b\r\ncontent-length: 0\r\n\r\n" % target)
+        await writer.drain()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        engines = await open_engines(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(EngineError, match="status 307") as caught:
+            await engines.generate(request())
+        await engines.aclose()
+    assert caught.value.reason == "engine_refused"
+    assert engine.requests == []
 
 
 @pytest.mark.field_case("miles#2030")

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.gateway.app import gateway_settings, listen
 from turnfold.gateway.settings import DEV_SECRET
 from turnfold.gateway.testing import free_port
@@ -42,8 +43,11 @@ def test_a_missing_broker_is_named(model_dir: Path) -> None:
     assert f"no Kafka broker answers at {address}" in said.splitlines()[-1]
 
 
-def test_a_missing_topic_is_named(model_dir: Path, broker: BrokerProcess) -> None:
-    options = ("--model", str(model_dir), "--bootstrap", broker.bootstrap, "--namespace", "unmade")
+def test_a_missing_topic_is_named(
+    model_dir: Path, broker: RunningBroker, new_namespace: Callable[[], str]
+) -> None:
+    options = ("--model", str(model_dir), "--bootstrap", broker.bootstrap)
+    options += ("--namespace", new_namespace())
     code, said = run_gateway("--dev", *options)
     assert code == 1
     assert "turnfold topics create" in said.splitlines()[-1]

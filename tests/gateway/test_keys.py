@@ -34,6 +34,15 @@ def test_a_key_ends_at_its_second() -> None:
         verify(sign(KEY, "secret"), "secret", now=1000.0)
 
 
+def test_a_key_that_was_good_ends_all_the_same() -> None:
+    api_key = sign(KEY, "secret")
+    assert verify(api_key, "secret", now=999.0) == KEY
+    with pytest.raises(ExpiredKey):
+        verify(api_key, "secret", now=1000.0)
+    with pytest.raises(BadKey):
+        verify(api_key, "other", now=999.0)
+
+
 def test_a_key_of_another_gateway_is_refused() -> None:
     with pytest.raises(BadKey):
         verify(sign(KEY, "other"), "secret", now=0.0)

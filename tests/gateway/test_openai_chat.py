@@ -223,6 +223,8 @@ ANSWER = Answer(
     finish_reason="stop",
     num_prompt_tokens=3,
     num_output_tokens=4,
+    num_cached_tokens=2,
+    num_reasoning_tokens=1,
 )
 
 
@@ -254,7 +256,13 @@ def test_an_answer_has_openais_form() -> None:
                 "finish_reason": "tool_calls",
             }
         ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 4,
+            "total_tokens": 7,
+            "completion_tokens_details": {"reasoning_tokens": 1},
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
     }
 
 
@@ -265,6 +273,12 @@ def test_a_stream_ends_with_its_reason_the_usage_and_done() -> None:
     assert b'"choices":[],"usage":{"prompt_tokens":3' in usage
     assert done == b"data: [DONE]\n\n"
     assert b"usage" not in b"".join(answer_events(ANSWER, read()))
+
+
+def test_an_engine_that_says_nothing_of_its_cache_leaves_out_the_cached_tokens() -> None:
+    untold = msgspec.structs.replace(ANSWER, num_cached_tokens=None)
+    usage = msgspec.json.decode(answer_body(untold, read()))["usage"]
+    assert "prompt_tokens_details" not in usage
 
 
 def test_a_cut_reply_says_length() -> None:

@@ -3,11 +3,10 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from uuid import uuid4
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.gateway.backends.sglang_weights import SglangWeights
 from turnfold.gateway.backends.vllm_weights import VllmWeights
 from turnfold.gateway.backends.weights import UpdateFailed
@@ -282,10 +281,8 @@ class Log:
 
 
 @pytest.fixture
-async def log(broker: BrokerProcess) -> Log:
-    settings = Settings(
-        bootstrap=broker.bootstrap, namespace=f"p{uuid4().hex[:10]}", engine_poll_s=0.1
-    )
+async def log(broker: RunningBroker, new_namespace: Callable[[], str]) -> Log:
+    settings = Settings(bootstrap=broker.bootstrap, namespace=new_namespace(), engine_poll_s=0.1)
     topics = settings.topics
     wanted = (topics.policies, topics.dead_letters)
     await create_topics(broker.bootstrap, [s for s in topics.specs(1) if s.name in wanted])

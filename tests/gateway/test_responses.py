@@ -337,6 +337,8 @@ ANSWER = Answer(
     finish_reason="stop",
     num_prompt_tokens=3,
     num_output_tokens=4,
+    num_cached_tokens=2,
+    num_reasoning_tokens=1,
 )
 REASONING = {
     "id": "rs_t1",
@@ -391,9 +393,9 @@ def test_an_answer_has_openais_form() -> None:
         "truncation": "disabled",
         "usage": {
             "input_tokens": 3,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
             "output_tokens": 4,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 1},
             "total_tokens": 7,
         },
     }

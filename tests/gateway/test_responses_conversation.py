@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -390,9 +391,14 @@ async def test_an_item_of_another_session_is_not_found(gateway: Any) -> None:
 async def test_a_response_is_given_again_as_it_was_recorded(gateway: Any) -> None:
     other = await gateway.start_gateway()
     rollout = await gateway.start_rollout()
-    gateway.engine.script(gateway.says(f"<think>\nhm\n</think>\n\nLooking.\n{CALL}"))
+    said = gateway.says(f"<think>\nhm\n</think>\n\nLooking.\n{CALL}")
+    gateway.engine.script(msgspec.structs.replace(said, num_cached_tokens=7))
     include: list[Any] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     given = await ask(rollout, QUESTION, is_streamed=False, tools=TOOLS, include=include)
+    assert given.usage.input_tokens_details.cached_tokens == 7
+    opening, closing = (gateway.tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
+    num_reasoning = said.ids.index(closing) - said.ids.index(opening) - 1
+    assert given.usage.output_tokens_details.reasoning_tokens == num_reasoning > 0
     moved = gateway.rollout(f"{other}/v1", rollout.rollout_id, rollout.api_key)
     for asking in (rollout, moved):
         again = await asking.client.responses.retrieve(given.id, include=include)

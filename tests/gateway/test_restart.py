@@ -121,24 +121,22 @@ async def test_an_answer_is_acknowledged_before_it_is_seen(gateway: Any) -> None
         assert f"chatcmpl-{turns[-1].turn_id}" in response.text
 
 
-async def test_without_a_log_no_answer_is_given(stack: Any, tmp_path: Any) -> None:
-    from turnfold.embedded.broker.testing import BrokerProcess
+async def test_without_a_log_no_answer_is_given(stack: Any, own_broker: Any) -> None:
     from turnfold.log.client import create_topics
 
-    with BrokerProcess(tmp_path) as broker:
-        await create_topics(broker.bootstrap, stack.settings.topics.specs(1))
-        url = await stack.start_gateway(bootstrap=broker.bootstrap)
-        rollout = await stack.start_rollout(url)
-        broker.kill9()
-        calling = asyncio.create_task(
-            stack.http.post(
-                f"{rollout.base_url}/chat/completions",
-                headers=rollout.headers,
-                json={"messages": MESSAGES},
-            )
+    await create_topics(own_broker.bootstrap, stack.settings.topics.specs(1))
+    url = await stack.start_gateway(bootstrap=own_broker.bootstrap)
+    rollout = await stack.start_rollout(url)
+    own_broker.kill9()
+    calling = asyncio.create_task(
+        stack.http.post(
+            f"{rollout.base_url}/chat/completions",
+            headers=rollout.headers,
+            json={"messages": MESSAGES},
         )
-        done, _ = await asyncio.wait({calling}, timeout=1.0)
-        assert not done
-        broker.start()
-        response = await calling
+    )
+    done, _ = await asyncio.wait({calling}, timeout=1.0)
+    assert not done
+    own_broker.start()
+    response = await calling
     assert response.status_code == 200

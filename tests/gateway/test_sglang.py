@@ -60,10 +60,12 @@ def request(**params: Any) -> GenerateRequest:
 
 def test_a_good_sample_is_read_as_it_is() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
-    generation = read_generation(answer([7, 2], weight_versions=spans), vocab_size=10)
+    told = answer([7, 2], weight_versions=spans, cached_tokens=6)
+    generation = read_generation(told, vocab_size=10)
     assert generation.output_ids.tolist() == [7, 2]
     assert generation.logprobs.tolist() == pytest.approx([-0.7, -0.2])
     assert (generation.finish_reason, generation.stop_reason) == ("stop", 2)
+    assert generation.num_cached_tokens == 6
     versions = [(s.policy_version, s.start, s.end) for s in generation.policy_versions]
     assert versions == [(3, 0, 1), (4, 1, 2)]
 

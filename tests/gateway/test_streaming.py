@@ -24,6 +24,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "lookup", "paramet
 ARGUMENTS = '{"side":"left","door":"5"}'
 CALL = f'<tool_call>\n{{"name": "lookup", "arguments": {ARGUMENTS}}}\n</tool_call>'
 TEXT = "Looking for the öffner."
+FIRST_PIECE = b'"L'
+"""As the first event has it: the next token may come in another."""
 
 PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": MESSAGES}),
@@ -169,7 +171,7 @@ async def test_an_engine_that_dies_in_mid_stream_is_told_as_an_error(
         async for data in response.aiter_bytes():
             received += data
             gate.open()
-    assert TEXT[:2].encode() in received
+    assert FIRST_PIECE in received
     last = received.decode().strip().split("\n\n")[-1]
     error = msgspec.json.decode(last.split("data: ")[1])["error"]
     assert "stream broke after 3 tokens" in error["message"]
@@ -345,7 +347,7 @@ async def test_a_silent_engine_does_not_make_a_silent_stream(
         async for data in response.aiter_bytes():
             received += data
             # Twice: a message of Anthropic's begins with one.
-            if TEXT[:2].encode() in received and received.count(sign) >= 3:
+            if FIRST_PIECE in received and received.count(sign) >= 3:
                 gate.open()
     assert received.count(sign) >= 3
     assert b"error" not in received

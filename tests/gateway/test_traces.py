@@ -259,6 +259,8 @@ def test_every_recorded_request_is_read_or_asks_the_provider_for_something() -> 
                 assert ON_THE_PROVIDERS_SIDE.search(read.message), (trace["id"], read.message)
             else:
                 num_read += 1
+                unknown = [c.field for c in read.constraints if c.code == "unknown_parameter"]
+                assert not unknown, (trace["id"], unknown)
     assert num_read >= 100
 
 

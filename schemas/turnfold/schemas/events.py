@@ -164,6 +164,10 @@ class TurnCompleted(RolloutEvent, frozen=True, kw_only=True, tag="turn_completed
     has_instructions: bool = False
     """The first message of the history is `instructions` of OpenAI's responses API: a later call
     that names this turn as the previous response brings its own."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine had in its cache; None when it does not say."""
+    num_reasoning_tokens: int = 0
+    """Output tokens between the marks around the reasoning; 0 also when nobody counted them."""
     unenforced: tuple[str, ...] = ()
     """Fields of the request that would constrain the output and were not enforced: `tool_choice`,
     `response_format`, …; the reply was sampled freely all the same."""

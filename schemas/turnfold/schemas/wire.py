@@ -65,6 +65,8 @@ class Packed:
     @classmethod
     def of(cls, values: Iterable[float] | npt.NDArray[Any]) -> Self:
         """Pack numbers; an id that is negative, too large or not an integer is refused."""
+        if isinstance(values, np.ndarray) and values.dtype == cls.dtype:
+            return cls(values.tobytes())
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
         if cls.dtype.kind == "u" and array.size:
             limit = np.iinfo(cls.dtype).max

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 import uvicorn
 
@@ -24,7 +25,7 @@ from turnfold.gateway.settings import DEV_SECRET, Settings
 from turnfold.gateway.tracing import exported_spans
 from turnfold.gateway.turns.pinning import compile_pins
 from turnfold.history.errors import RenderError
-from turnfold.log.memory import give_back_freed_memory
+from turnfold.log.memory import give_back_freed_memory, seldom_look_for_cycles
 from turnfold.log.service import Health, InnerServer, run_service
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.messages import ChatMessage
@@ -46,6 +47,7 @@ def serve_gateway(
         listening = listen(settings.host, settings.port)
     except UserError as error:
         sys.exit(f"turnfold gateway: {error}")
+    seldom_look_for_cycles()
 
     async def body(health: Health, stop: asyncio.Event) -> None:
         with exported_spans(environment):
@@ -139,6 +141,7 @@ async def serve(
     ready_file: Path | None = None,
 ) -> None:
     """Serve on the socket until `stop` is set. Raises BrokerUnavailable and MissingTopic."""
+    await anyio.lowlevel.checkpoint()  # imports what the first stream would otherwise wait for
     async with open_gateway(settings, model, reply_format) as gateway:
         server = InnerServer(
             uvicorn.Config(

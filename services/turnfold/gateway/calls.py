@@ -115,6 +115,10 @@ class Answer(AnswerHead, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     """The stop sequence that ended the reply, or the stop token."""
     num_output_tokens: int
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine had in its cache; None when it did not say."""
+    num_reasoning_tokens: int = 0
+    """Output tokens of the reasoning."""
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 

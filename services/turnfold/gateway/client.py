@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Self, cast
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.partitioner import murmur2
 
 from turnfold.log.client import Ack, Producer, Reader, Record
+from turnfold.log.connection import settings_of
+from turnfold.log.settings import Kafka
 from turnfold.schemas import codec
 from turnfold.schemas.events import Event, RolloutEvent, RolloutStarted
 
 log = logging.getLogger(__name__)
+
+_REST_S = 0.2
+"""Between two looks at what was appended: a look costs a millisecond of CPU, for one event or many."""
 
 
 class LogUnavailable(Exception):
@@ -42,26 +47,30 @@ class EventLog:
         history = [event async for event in events.read_rollout("r1", ack.partition, ack.offset)]
 
     From entering to leaving, `on_event` is called for every event that somebody else appends, by the
-    task `following`, which ends only when `on_event` raises.
+    task `following`, which ends only when `on_event` raises. It may come half a second late; who
+    needs all that is there now calls `catch_up` first.
     """
 
-    def __init__(self, bootstrap: str, topic: str, on_event: OnEvent) -> None:
-        self.bootstrap = bootstrap
+    def __init__(self, kafka: Kafka, topic: str, on_event: OnEvent) -> None:
+        self._kafka = settings_of(kafka)
         self.topic = topic
         self._on_event = on_event
         self._positions: dict[int, int] = {}
         self._own: set[tuple[int, int]] = set()
         """Our own events ahead of the tail: (partition, offset)."""
         self._moved = asyncio.Condition()
+        self._num_waiting = 0
+        """Callers of `catch_up`; while there are any, the tail takes no rest."""
+        self._is_waited_for = asyncio.Event()
         self._read_backs = asyncio.Semaphore(4)
         self._closing = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
-            self._producer = await opened.enter_async_context(Producer(self.bootstrap))
-            self._tail = await opened.enter_async_context(Reader(self.bootstrap))
+            self._producer = await opened.enter_async_context(Producer(self._kafka))
+            self._tail = await opened.enter_async_context(Reader(self._kafka))
             # A question on the tail's connection would wait behind its fetch, which waits for news.
-            self._ends = await opened.enter_async_context(Reader(self.bootstrap))
+            self._ends = await opened.enter_async_context(Reader(self._kafka))
             pairs = [(self.topic, part) for part in await self._tail.partitions(self.topic)]
             ends = await self._tail.end_offsets(pairs)
             await self._tail.assign(ends)
@@ -81,7 +90,7 @@ class EventLog:
         except MessageSizeTooLargeError as error:
             raise EventTooLarge(f"an event of rollout {event.rollout_id} is too large") from error
         except (KafkaError, OSError) as error:
-            raise LogUnavailable(f"Kafka at {self.bootstrap} did not acknowledge") from error
+            raise LogUnavailable(f"Kafka at {self._kafka.bootstrap} did not acknowledge") from error
         if ack.offset >= self._positions.get(ack.partition, 0):
             self._own.add((ack.partition, ack.offset))
         return ack
@@ -127,7 +136,7 @@ class EventLog:
             raise UnknownRollout(f"{self.topic} has no partition {partition}")
         async with self._read_backs:
             try:
-                async with Reader(self.bootstrap) as reader:
+                async with Reader(self._kafka) as reader:
                     first = (await reader.start_offsets([pair]))[pair]
                     if offset is not None and offset < first:
                         raise UnknownRollout(f"{partition}@{offset} is no longer in the log")
@@ -135,7 +144,9 @@ class EventLog:
                     async for record in reader.read_to_end():
                         yield record
             except (KafkaError, OSError) as error:
-                raise LogUnavailable(f"cannot read {self.topic} at {self.bootstrap}") from error
+                raise LogUnavailable(
+                    f"cannot read {self.topic} at {self._kafka.bootstrap}"
+                ) from error
 
     async def catch_up(self, partition: int) -> None:
         """Return when `on_event` has seen all that the partition holds now. Raises LogUnavailable."""
@@ -143,10 +154,27 @@ class EventLog:
         try:
             async with asyncio.timeout(10):
                 end = (await self._ends.end_offsets([pair]))[pair]
-                async with self._moved:
-                    await self._moved.wait_for(lambda: self._positions[partition] >= end)
+                with self._haste():
+                    async with self._moved:
+                        await self._moved.wait_for(lambda: self._positions[partition] >= end)
         except (KafkaError, OSError, TimeoutError) as error:
-            raise LogUnavailable(f"cannot read {self.topic} at {self.bootstrap}") from error
+            raise LogUnavailable(f"cannot read {self.topic} at {self._kafka.bootstrap}") from error
+
+    @contextmanager
+    def _haste(self) -> Iterator[None]:
+        self._num_waiting += 1
+        self._is_waited_for.set()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._is_waited_for.clear()
+
+    async def _rest(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REST_S):
+                await self._is_waited_for.wait()
 
     async def _follow(self) -> None:
         while True:
@@ -164,6 +192,7 @@ class EventLog:
                 if event is not None:
                     self._on_event(record.partition, event)
             await self._note_positions()
+            await self._rest()
 
     async def _note_positions(self) -> None:
         for partition in self._positions:

@@ -15,6 +15,27 @@ from turnfold.schemas.wire import Wire
 
 UnenforcedPolicy = Literal["refuse", "ignore"]
 
+UNKNOWN_FIELD = "unknown_field"
+"""Stands for a field whose name cannot be told, and for all unknown ones where they are counted."""
+
+_COUNTED = frozenset(
+    [
+        "tool_choice", "tool_choice.type", "tool_choice.disable_parallel_tool_use",
+        "parallel_tool_calls", "response_format", "text.format", "output_format",
+        "output_config.format", "structured_outputs", "guided_json", "guided_regex",
+        "guided_choice", "guided_grammar", "bad_words",
+    ]
+)  # fmt: skip
+
+
+def counted_field(field: str) -> str:
+    """The field as a label of a metric, which must not grow with what clients make up.
+
+    >>> counted_field("tool_choice"), counted_field("foo")
+    ('tool_choice', 'unknown_field')
+    """
+    return field if field in _COUNTED else UNKNOWN_FIELD
+
 
 class Constraint(Wire, frozen=True, kw_only=True):
     """A field of a request that asks for what nobody enforces."""

@@ -12,6 +12,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from functools import lru_cache
 
 import msgspec
 
@@ -59,13 +60,7 @@ def verify(api_key: str, secret: str, now: float) -> SessionKey:
 
     The signature is compared in constant time and before anything of the payload is believed.
     """
-    payload, signature = _parts(api_key)
-    if not hmac.compare_digest(signature, _signature(payload, secret)):
-        raise BadKey("the api key was not issued by this gateway")
-    try:
-        key = msgspec.msgpack.decode(payload, type=SessionKey)
-    except msgspec.MsgspecError as error:
-        raise BadKey("the api key holds no session") from error
+    key = _signed(api_key, secret)
     if now >= key.expires_at:
         raise ExpiredKey("the api key has expired")
     return key
@@ -74,6 +69,17 @@ def verify(api_key: str, secret: str, now: float) -> SessionKey:
 def matches(given: str, expected: str) -> bool:
     """Whether two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
+
+
+@lru_cache(maxsize=4096)  # an agent shows the same key with each call; bad ones are not kept
+def _signed(api_key: str, secret: str) -> SessionKey:
+    payload, signature = _parts(api_key)
+    if not hmac.compare_digest(signature, _signature(payload, secret)):
+        raise BadKey("the api key was not issued by this gateway")
+    try:
+        return msgspec.msgpack.decode(payload, type=SessionKey)
+    except msgspec.MsgspecError as error:
+        raise BadKey("the api key holds no session") from error
 
 
 def _signature(payload: bytes, secret: str) -> bytes:

@@ -6,6 +6,7 @@ from turnfold.gateway.backends.engine import EngineKind
 from turnfold.gateway.constraints import UnenforcedPolicy
 from turnfold.log.settings import ServiceSettings
 from turnfold.schemas.events import HistoryMode, NonlinearPolicy, RewritePolicy
+from turnfold.schemas.settings import Secret
 
 
 class Settings(ServiceSettings, frozen=True, kw_only=True):
@@ -25,9 +26,9 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Port to listen on; 0 takes a free one."""
     public_url: str = ""
     """URL under which agents reach the gateway; taken from each request when unset."""
-    control_key: str = ""
+    control_key: Secret = ""
     """Key of the control API, which starts and scores rollouts."""
-    key_secret: str = ""
+    key_secret: Secret = ""
     """Secret that signs session keys; the same on all gateways of one log."""
     key_ttl_s: int = 86_400
     """Seconds that a session key is good for, beyond the rollout's own time limit."""

@@ -76,6 +76,8 @@ class Reply(msgspec.Struct, kw_only=True):
     finish_reason: str = "stop"
     stop_reason: int | str | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    num_cached_tokens: int | None = None
+    """Said in the usage; None says nothing."""
     status: int = 200
     body: bytes | None = None
     """Sent as it is instead of all the above."""
@@ -173,7 +175,7 @@ class ScriptedEngine:
 def _generate_body(reply: Reply) -> bytes:
     if reply.status != 200:
         return msgspec.json.encode({"error": {"message": "scripted failure"}})
-    return _response(_choice(reply, 0, len(reply.ids)) | _ending(reply))
+    return _response(_choice(reply, 0, len(reply.ids)) | _ending(reply), usage=_usage(reply))
 
 
 async def _chunks(request: Request, reply: Reply) -> AsyncIterator[bytes]:
@@ -189,6 +191,7 @@ async def _chunks(request: Request, reply: Reply) -> AsyncIterator[bytes]:
     if reply.gate is not None:
         await reply.gate.wait(len(reply.ids))
     yield _event(_response(_choice(reply, max(last, 0), len(reply.ids)) | _ending(reply)))
+    yield _event(_response(usage=_usage(reply)))
     yield _event(b"[DONE]")
 
 
@@ -211,8 +214,15 @@ def _ending(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _response(choice: dict[str, Any]) -> bytes:
-    return msgspec.json.encode({"request_id": "generate-tokens-x", "choices": [choice]})
+def _usage(reply: Reply) -> dict[str, Any]:
+    known = reply.num_cached_tokens is not None
+    return {"prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens} if known else None}
+
+
+def _response(*choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+    return msgspec.json.encode(
+        {"request_id": "generate-tokens-x", "choices": choices, "usage": usage}
+    )
 
 
 def _event(data: bytes) -> bytes:

@@ -95,17 +95,20 @@ def within(span: Span) -> AbstractContextManager[Span]:
 @contextmanager
 def step_span(name: str, **attributes: AttributeValue) -> Iterator[Span]:
     """The span of one step of the current one."""
-    with tracer.start_as_current_span(
-        name,
-        attributes={f"turnfold.{key}": value for key, value in attributes.items()},
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as span:
+    span = tracer.start_span(
+        name, attributes={f"turnfold.{key}": value for key, value in attributes.items()}
+    )
+    if not span.is_recording():
+        yield span  # and the current one stays so: whoever continues the trace continues that
+        return
+    with within(span):
         try:
             yield span
         except Exception as error:
             _fail(span, error)
             raise
+        finally:
+            span.end()
 
 
 def _fail(span: Span, error: Exception) -> None:

@@ -12,6 +12,7 @@ from turnfold.gateway.parsing.parser import Parser
 from turnfold.gateway.parsing.replies import (
     ContentText,
     ParsedReply,
+    ReasoningSpan,
     ReasoningText,
     ReplyPart,
     Situation,
@@ -155,7 +156,10 @@ def test_text_is_shown_as_it_comes() -> None:
     parser = begin("qwen", Situation())
     assert parser.feed("<think>\nhm, wh") == [ReasoningText(text="hm, wh")]
     assert parser.feed("y?\n</thi") == [ReasoningText(text="y?")]
-    assert parser.feed("nk>\n\nIt ") == [ContentText(text="It ")]
+    assert parser.feed("nk>\n\nIt ") == [
+        ReasoningSpan(start=7, end=17),
+        ContentText(text="It "),
+    ]
     assert parser.feed("is so.<tool_") == [ContentText(text="is so.")]
     assert parser.feed("box>") == [ContentText(text="<tool_box>")]
     assert parser.end() == []

@@ -14,6 +14,7 @@ from turnfold.gateway.backends.engine import Generation
 from turnfold.gateway.calls import Answer, AnswerPiece, ModelCall
 from turnfold.gateway.parsing.detection import FORMATS
 from turnfold.gateway.parsing.replies import Situation, reply_of
+from turnfold.gateway.parsing.spans import num_reasoning_tokens
 from turnfold.gateway.protocols import anthropic_messages, openai_chat, openai_responses
 from turnfold.gateway.protocols.anthropic_content import read_conversation
 from turnfold.gateway.protocols.openai_items import read_input
@@ -79,7 +80,9 @@ class Bytes:
     special_ids = frozenset(range(256, 256 + len(ADDED)))
     boundaries = frozenset[str]()
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+    ) -> str:
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
@@ -165,12 +168,9 @@ def read_live(name: str, sampled: Sampled) -> tuple[LiveReply, list[AnswerPiece]
 def answer_of(name: str, sampled: Sampled) -> Answer:
     """What a call that is not streamed gets."""
     situation = sampled.situation
-    parsed = FORMATS[name].parse(
-        sampled_text(sampled.generation, RENDERER),
-        situation.is_calling_allowed,
-        situation.is_reasoning_open,
-        situation.tools,
-    )
+    parser = FORMATS[name].begin(situation)
+    parts = [*parser.feed(sampled_text(sampled.generation, RENDERER)), *parser.end()]
+    parsed = reply_of(parts)
     ids, logprobs = sampled.generation.output_ids.tolist(), sampled.generation.logprobs.tolist()
     return Answer(
         turn_id=TURN,
@@ -181,6 +181,9 @@ def answer_of(name: str, sampled: Sampled) -> Answer:
         finish_reason=sampled.generation.finish_reason,
         stop_reason=sampled.generation.stop_reason,
         num_output_tokens=len(ids),
+        num_reasoning_tokens=num_reasoning_tokens(
+            parts, sampled.generation.output_ids.array, RENDERER.decode
+        ),
         logprobs=tuple(token_logprobs(ids, logprobs, RENDERER)),
     )
 
@@ -211,6 +214,7 @@ def test_a_reply_read_in_pieces_is_the_reply_read_at_once(name: str, data: st.Da
     reply, pieces = read_live(name, sampled)
     answer = answer_of(name, sampled)
     assert reply_message(reply.parsed, TURN) == answer.reply
+    assert reply.parsed.num_reasoning_tokens == answer.num_reasoning_tokens
     assert "".join(piece.reasoning for piece in pieces) == answer.reply.reasoning
     assert "".join(piece.content for piece in pieces) == answer.reply.content
     calls = [piece.tool_call for piece in pieces if piece.tool_call is not None]

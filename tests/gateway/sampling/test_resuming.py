@@ -34,7 +34,9 @@ class Letters:
     def encode(self, text: str) -> Any:
         return np.array([ord(letter) - 97 for letter in text], np.uint32)
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, memo: Any = None
+    ) -> str:
         raise NotImplementedError
 
 
@@ -83,7 +85,10 @@ class Breaking:
             on_tokens(ids[i : i + 1], logprobs[i : i + 1])
         if is_broken:
             partial = PartialOutput(
-                output_ids=TokenIds.of(ids), logprobs=Logprobs.of(logprobs), policy_versions=known
+                output_ids=TokenIds.of(ids),
+                logprobs=Logprobs.of(logprobs),
+                policy_versions=known,
+                num_cached_tokens=start,
             )
             raise EngineError("aborted", "broken off", partial=partial)
         is_cut = end == limit and stop is None
@@ -93,6 +98,7 @@ class Breaking:
             finish_reason="length" if is_cut else "stop",
             stop_reason=stop,
             policy_versions=known,
+            num_cached_tokens=start,
         )
 
     def _stopped(self, request: GenerateRequest, start: int, end: int) -> tuple[int, str | None]:
@@ -148,6 +154,7 @@ async def test_breaks_make_no_difference_to_the_sample(
     assert (found.stop_reason is None) == (expected.stop_reason is None)
     bounds = [found.policy_versions[0].start, *(s.end for s in found.policy_versions)]
     assert (bounds[0], bounds[-1]) == (0, len(found.output_ids))
+    assert found.num_cached_tokens == 0  # as it was said of the request itself
     assert all(a < b for a, b in pairwise(bounds))
     # Tokens beyond a stop sequence that a break hid are told and then cut off.
     shorter = min(len(told), len(found.output_ids))

@@ -34,6 +34,8 @@ class Generation(Wire, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
     policy_versions: tuple[VersionSpan, ...] = ()
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were not computed again; None when the engine does not say."""
 
 
 class PartialOutput(Wire, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class PartialOutput(Wire, frozen=True, kw_only=True):
     output_ids: TokenIds
     logprobs: Logprobs
     policy_versions: tuple[VersionSpan, ...] = ()
+    num_cached_tokens: int | None = None
 
 
 EngineFailure = Literal[

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import httpx
+import aiohttp
 import msgspec
 
 from turnfold.gateway.backends.engine import (
@@ -26,12 +26,24 @@ from turnfold.gateway.backends.engine import (
 from turnfold.gateway.backends.event_stream import END, EventData
 from turnfold.gateway.backends.placement import ranked
 from turnfold.gateway.backends.samples import check_prompt
+from turnfold.gateway.threads.app import off_loop
 from turnfold.gateway.tracing import step_span, trace_headers
 
 log = logging.getLogger(__name__)
 
 # vLLM closes an idle connection after 5 s; ours must let go first.
 _KEEPALIVE_S = 4.0
+_CONNECT_S = 5.0
+_READ_BUFFER_BYTES = 256 * 1024
+"""What an engine may be ahead of us in one answer."""
+
+_EVENTS_AT_ONCE = 100
+"""Of a stream, read without a look at anything else: a millisecond."""
+
+_TOKEN_BYTES = 32
+"""Of the JSON of a sampled token, roughly."""
+
+_JSON = {"content-type": "application/json"}
 _DOWN_S = 2.0
 """A replica that refused a connection is asked again after this time."""
 
@@ -78,12 +90,18 @@ class Dialect(Protocol):
         """The limit that `limits_path` tells. Raises msgspec.MsgspecError."""
 
 
-Attempt = Callable[[httpx.AsyncClient, str, int], Awaitable[Generation]]
-"""One try on a client at a URL. Raises httpx.TransportError where another try does no harm."""
+Attempt = Callable[[aiohttp.ClientSession, str, int], Awaitable[Generation]]
+"""One try on a client at a URL.
+
+Raises TimeoutError, and aiohttp.ClientError where another try does no harm.
+"""
 
 
 class ReplicatedEngines:
-    """Replicas of one model, all served by the same kind of server."""
+    """Replicas of one model, all served by the same kind of server.
+
+    It is made inside the event loop that it is used in.
+    """
 
     def __init__(
         self, urls: Sequence[str], dialect: Dialect, *, vocab_size: int, timeout_s: float
@@ -91,28 +109,20 @@ class ReplicatedEngines:
         self.urls: Sequence[str] = tuple(url.rstrip("/") for url in urls)
         self.dialect = dialect
         self.vocab_size = vocab_size
-        self._timeout = httpx.Timeout(timeout_s, connect=5.0, pool=timeout_s)
-        self._client = self._new_client(max_keepalive=1000)
+        self._timeout_s = timeout_s
+        self._client = _client(timeout_s, keepalive_timeout=_KEEPALIVE_S)
         # A connection that the server closed while idle fails at the next use; the second try must
         # not pick another one of the same age.
-        self._fresh = self._new_client(max_keepalive=0)
+        self._fresh = _client(timeout_s, force_close=True)
         self._down_until: dict[str, float] = {}
         self._max_context_tokens: int | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def _new_client(self, max_keepalive: int) -> httpx.AsyncClient:
-        limits = httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=max_keepalive,
-            keepalive_expiry=_KEEPALIVE_S,
-        )
-        return httpx.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False)
-
     async def aclose(self) -> None:
         """Wait for aborts under way, then let go of all connections."""
         await asyncio.gather(*self._aborts, return_exceptions=True)
-        await self._client.aclose()
-        await self._fresh.aclose()
+        await self._client.close()
+        await self._fresh.close()
 
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None = None
@@ -121,38 +131,37 @@ class ReplicatedEngines:
         # Some servers end at an id that is none, and with it everybody's requests.
         check_prompt(request.prompt_ids, self.vocab_size)
 
-        async def attempt(client: httpx.AsyncClient, url: str, number: int) -> Generation:
-            body = await asyncio.to_thread(
-                self.dialect.request_body, request, number, is_streamed=on_tokens is not None
-            )
-            posted = client.build_request(
-                "POST",
-                url + self.dialect.generate_path,
-                content=body,
-                headers={"content-type": "application/json", "x-request-id": request.request_id},
-            )
+        async def attempt(client: aiohttp.ClientSession, url: str, number: int) -> Generation:
+            body = self.dialect.request_body(request, number, is_streamed=on_tokens is not None)
             with step_span("engine.generate", engine=url):
-                posted.headers.update(trace_headers())
-                if on_tokens is None:
-                    return await self._whole(client, posted)
-                return await self._streamed(client, posted, on_tokens)
+                async with client.post(
+                    url + self.dialect.generate_path,
+                    data=body,
+                    headers={**_JSON, "x-request-id": request.request_id, **trace_headers()},
+                    allow_redirects=False,
+                ) as response:
+                    if response.status != 200:
+                        raise self._error_of(response.status, await response.read())
+                    if on_tokens is None:
+                        return await self._whole(response)
+                    return await self._streamed(response, on_tokens)
 
         return await self._at_first_reachable(request, attempt)
 
     async def _at_first_reachable(self, request: GenerateRequest, attempt: Attempt) -> Generation:
-        failure: httpx.TransportError | None = None
+        failure: Exception | None = None
         for url in self._candidates(request.session_id):
             try:
                 return await self._tried_twice(url, request.request_id, attempt)
-            except httpx.TimeoutException as error:
-                if not isinstance(error, httpx.ConnectTimeout):
-                    self._abort_later(url, request.request_id)
-                    raise EngineError(
-                        "engine_unavailable",
-                        f"the engine gave no answer within {self._timeout.read:g} seconds",
-                    ) from error
+            except aiohttp.ConnectionTimeoutError as error:
                 failure = error
-            except httpx.TransportError as error:
+            except TimeoutError as error:
+                self._abort_later(url, request.request_id)
+                raise EngineError(
+                    "engine_unavailable",
+                    f"the engine gave no answer within {self._timeout_s:g} seconds",
+                ) from error
+            except aiohttp.ClientError as error:
                 failure = error
             self._down_until[url] = time.monotonic() + _DOWN_S
         raise EngineError(
@@ -170,48 +179,36 @@ class ReplicatedEngines:
         try:
             try:
                 return await attempt(self._client, url, 0)
-            except (httpx.TimeoutException, httpx.ConnectError):
+            except (TimeoutError, aiohttp.ClientConnectorError):
                 raise
-            except httpx.TransportError:
+            except aiohttp.ClientError:
                 return await attempt(self._fresh, url, 1)
         except (asyncio.CancelledError, _StreamGivenUp):
             self._abort_later(url, request_id)
             raise
 
-    async def _whole(self, client: httpx.AsyncClient, posted: httpx.Request) -> Generation:
-        response = await client.send(posted)
-        if response.status_code != 200:
-            raise self._error_of(response)
-        return await asyncio.to_thread(self.dialect.read, response.content)
+    async def _whole(self, response: aiohttp.ClientResponse) -> Generation:
+        body = await response.read()
+        return await off_loop(len(body), self.dialect.read, body)
 
-    async def _streamed(
-        self, client: httpx.AsyncClient, posted: httpx.Request, on_tokens: OnTokens
-    ) -> Generation:
-        response = await client.send(posted, stream=True)
+    async def _streamed(self, response: aiohttp.ClientResponse, on_tokens: OnTokens) -> Generation:
+        streamed = self.dialect.stream()
         try:
-            if response.status_code != 200:
-                await response.aread()
-                raise self._error_of(response)
-            streamed = self.dialect.stream()
-            try:
-                async with asyncio.timeout(self._timeout.read):
-                    await _read_stream(response, streamed, on_tokens)
-            except TimeoutError as error:
-                raise _StreamGivenUp(
-                    "engine_unavailable",
-                    f"the engine did not end its reply within {self._timeout.read:g} seconds",
-                ) from error
-            except httpx.TransportError as error:
-                if streamed.num_tokens == 0:
-                    raise
-                raise _StreamGivenUp(
-                    "engine_unavailable",
-                    f"the engine's stream broke after {streamed.num_tokens} tokens "
-                    f"({type(error).__name__})",
-                ) from error
-        finally:
-            await response.aclose()
-        return await asyncio.to_thread(streamed.end)
+            await _read_stream(response, streamed, on_tokens)
+        except TimeoutError as error:
+            raise _StreamGivenUp(
+                "engine_unavailable",
+                f"the engine did not end its reply within {self._timeout_s:g} seconds",
+            ) from error
+        except aiohttp.ClientError as error:
+            if streamed.num_tokens == 0:
+                raise
+            raise _StreamGivenUp(
+                "engine_unavailable",
+                f"the engine's stream broke after {streamed.num_tokens} tokens "
+                f"({type(error).__name__})",
+            ) from error
+        return await off_loop(streamed.num_tokens * _TOKEN_BYTES, streamed.end)
 
     def _abort_later(self, url: str, request_id: str) -> None:
         task = asyncio.create_task(self._abort(url, request_id))
@@ -220,14 +217,13 @@ class ReplicatedEngines:
 
     async def _abort(self, url: str, request_id: str) -> None:
         for body in self.dialect.abort_bodies(request_id):
+            posting = self._fresh.post(
+                url + self.dialect.abort_path, data=body, headers=_JSON, timeout=_within(5.0)
+            )
             try:
-                await self._fresh.post(
-                    url + self.dialect.abort_path,
-                    content=body,
-                    headers={"content-type": "application/json"},
-                    timeout=5.0,
-                )
-            except httpx.HTTPError as error:
+                async with posting:
+                    pass
+            except (aiohttp.ClientError, TimeoutError) as error:
                 log.warning("could not abort %s at %s: %s", request_id, url, type(error).__name__)
 
     async def max_context_tokens(self) -> int | None:
@@ -241,10 +237,11 @@ class ReplicatedEngines:
         return min(known, default=None)
 
     async def _limit_of(self, url: str) -> int | None:
+        path = self.dialect.limits_path
         try:
-            response = await self._client.get(url + self.dialect.limits_path, timeout=5.0)
-            return self.dialect.max_context_tokens(response.content)
-        except (httpx.HTTPError, msgspec.MsgspecError):
+            async with self._client.get(url + path, timeout=_within(5.0)) as response:
+                return self.dialect.max_context_tokens(await response.read())
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
             return None
 
     async def num_reachable(self) -> int:
@@ -252,14 +249,15 @@ class ReplicatedEngines:
         return sum(await asyncio.gather(*(self._is_healthy(url) for url in self.urls)))
 
     async def _is_healthy(self, url: str) -> bool:
+        path = self.dialect.health_path
         try:
-            response = await self._client.get(url + self.dialect.health_path, timeout=2.0)
-        except httpx.HTTPError:
+            async with self._client.get(url + path, timeout=_within(2.0)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
             return False
-        return response.status_code == 200
 
-    def _error_of(self, response: httpx.Response) -> EngineError:
-        status, message = response.status_code, _message(response)
+    def _error_of(self, status: int, body: bytes) -> EngineError:
+        message = _message(status, body)
         if status == 404:
             return EngineError(
                 "engine_error",
@@ -276,17 +274,35 @@ class _StreamGivenUp(EngineError):
     """Nobody reads on, and the engine may still be at work."""
 
 
+def _client(timeout_s: float, **connections: Any) -> aiohttp.ClientSession:
+    """A client that knows no proxy, cookie or password from elsewhere."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, **connections),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=_within(timeout_s),
+        read_bufsize=_READ_BUFFER_BYTES,
+        trust_env=False,
+    )
+
+
+def _within(seconds: float) -> aiohttp.ClientTimeout:
+    """From the request to the last byte of the answer, connecting included."""
+    return aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_S)
+
+
 async def _read_stream(
-    response: httpx.Response, streamed: SampleStream, on_tokens: OnTokens
+    response: aiohttp.ClientResponse, streamed: SampleStream, on_tokens: OnTokens
 ) -> None:
     events = EventData()
-    async for received in response.aiter_bytes():
-        for data in events.feed(received):
+    async for received in response.content.iter_any():
+        for number, data in enumerate(events.feed(received), 1):
             if data == END:
                 continue  # a connection whose response was read to its end is used again
             ids, logprobs = streamed.feed(data)
             if ids:
                 on_tokens(ids, logprobs)
+            if number % _EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # an engine that is far ahead must not hold up the others
 
 
 class _Error(msgspec.Struct):
@@ -297,9 +313,9 @@ class _ErrorBody(msgspec.Struct):
     error: _Error | None = None
 
 
-def _message(response: httpx.Response) -> str:
+def _message(status: int, body: bytes) -> str:
     try:
-        body = msgspec.json.decode(response.content, type=_ErrorBody)
+        told = msgspec.json.decode(body, type=_ErrorBody)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return f"status {response.status_code}"
-    return body.error.message[:500] if body.error else f"status {response.status_code}"
+        return f"status {status}"
+    return told.error.message[:500] if told.error else f"status {status}"

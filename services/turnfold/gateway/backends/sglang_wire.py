@@ -52,6 +52,8 @@ class _Meta(msgspec.Struct):
 
     finish_reason: _FinishReason | None = None
     completion_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens that were in the prefix cache."""
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float | None] | None = None
     weight_versions: list[WeightSpan] | None = None
@@ -123,6 +125,7 @@ class StreamedGeneration:
         self._logprobs: list[float] = []
         self._versions: list[WeightSpan] | None = None
         self._finish_reason: _FinishReason | None = None
+        self._num_cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -147,6 +150,7 @@ class StreamedGeneration:
         self._logprobs += logprobs
         self._versions = meta.weight_versions or self._versions
         self._finish_reason = meta.finish_reason
+        self._num_cached_tokens = meta.cached_tokens
         return ids, logprobs
 
     def end(self) -> Generation:
@@ -167,6 +171,7 @@ class StreamedGeneration:
             finish_reason=_finish_reason(reason),
             stop_reason=reason.matched,
             policy_versions=checked_versions(self._versions, self.num_tokens),
+            num_cached_tokens=self._num_cached_tokens,
         )
 
     def _aborted(self, reason: _FinishReason) -> EngineError:
@@ -176,6 +181,7 @@ class StreamedGeneration:
             output_ids=TokenIds.of(self._ids),
             logprobs=packed_logprobs(self._logprobs),
             policy_versions=checked_versions(self._versions, self.num_tokens) if self._ids else (),
+            num_cached_tokens=self._num_cached_tokens,
         )
         return EngineError("aborted", "the engine aborted the request", partial=partial)
 

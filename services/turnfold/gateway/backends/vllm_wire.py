@@ -37,8 +37,18 @@ class _Choice(msgspec.Struct):
     weight_versions: list[WeightSpan] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+    """None unless the server runs with `--enable-prompt-tokens-details`."""
+
+
 class _Response(msgspec.Struct):
     choices: list[_Choice]
+    usage: _Usage | None = None
 
 
 class _Failure(msgspec.Struct):
@@ -49,6 +59,8 @@ class _Failure(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    """In a chunk of its own, behind those with tokens."""
     error: _Failure | None = None
 
 
@@ -70,6 +82,7 @@ def request_body(request: GenerateRequest, *, is_streamed: bool = False) -> byte
             "token_ids": request.prompt_ids.array,
             "sampling_params": sampling,
             "stream": is_streamed,
+            "stream_options": {"include_usage": True} if is_streamed else None,
         }
     )
 
@@ -86,7 +99,7 @@ def read_generation(body: bytes, vocab_size: int) -> Generation:
         raise unusable(f"expected a generate response in JSON: {error}") from error
     if len(response.choices) != 1:
         raise unusable(f"expected 1 choice, got {len(response.choices)}")
-    return _generation(response.choices[0], vocab_size)
+    return _generation(response.choices[0], response.usage, vocab_size)
 
 
 class StreamedGeneration:
@@ -100,6 +113,7 @@ class StreamedGeneration:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._whole = _Choice(token_ids=[], logprobs=_Logprobs(content=[]))
+        self._usage: _Usage | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +131,7 @@ class StreamedGeneration:
             raise unusable(f"expected a chunk of a generate response in JSON: {error}") from error
         if chunk.error is not None:
             raise _told(chunk.error)
+        self._usage = chunk.usage or self._usage
         if not chunk.choices:
             return [], []
         if len(chunk.choices) != 1:
@@ -135,7 +150,7 @@ class StreamedGeneration:
                 "engine_unavailable",
                 f"the engine's stream ended after {self.num_tokens} tokens without a finish reason",
             )
-        return _generation(self._whole, self._vocab_size)
+        return _generation(self._whole, self._usage, self._vocab_size)
 
     def _add(self, choice: _Choice, ids: list[int]) -> None:
         whole = self._whole
@@ -158,7 +173,7 @@ def _told(failure: _Failure) -> EngineError:
     return EngineError("engine_error", f"the engine failed: {message}")
 
 
-def _generation(choice: _Choice, vocab_size: int) -> Generation:
+def _generation(choice: _Choice, usage: _Usage | None, vocab_size: int) -> Generation:
     is_aborted = choice.finish_reason == "abort"
     if not choice.token_ids and not is_aborted:
         raise unusable("expected output token ids, got none")
@@ -166,9 +181,13 @@ def _generation(choice: _Choice, vocab_size: int) -> Generation:
     check_ids(output_ids, vocab_size)
     logprobs = packed_logprobs(finite_logprobs(_entries(choice), output_ids) if output_ids else [])
     versions = checked_versions(choice.weight_versions, len(output_ids))
+    num_cached_tokens = _num_cached_tokens(usage)
     if is_aborted:
         partial = PartialOutput(
-            output_ids=TokenIds.of(output_ids), logprobs=logprobs, policy_versions=versions
+            output_ids=TokenIds.of(output_ids),
+            logprobs=logprobs,
+            policy_versions=versions,
+            num_cached_tokens=num_cached_tokens,
         )
         raise EngineError("aborted", "the engine aborted the request", partial=partial)
     return Generation(
@@ -177,7 +196,13 @@ def _generation(choice: _Choice, vocab_size: int) -> Generation:
         finish_reason=_finish_reason(choice),
         stop_reason=choice.stop_reason,
         policy_versions=versions,
+        num_cached_tokens=num_cached_tokens,
     )
+
+
+def _num_cached_tokens(usage: _Usage | None) -> int | None:
+    details = usage and usage.prompt_tokens_details
+    return details.cached_tokens if details else None
 
 
 def _entries(choice: _Choice) -> list[TokenLogprob] | None:

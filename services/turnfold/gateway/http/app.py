@@ -102,7 +102,7 @@ async def open_gateway(
     )
     store = RolloutStore(settings.max_rollouts)
     try:
-        async with EventLog(settings.bootstrap, settings.topics.events, store.on_event) as events:
+        async with EventLog(settings, settings.topics.events, store.on_event) as events:
             store.events = events
             gateway = Gateway(settings, model, engines, store, reply_format)
             yield gateway

@@ -42,6 +42,7 @@ _END_OF_BODY = (_START, _CHANNEL, *_ENDS)
 """A message that forgets its end is ended by the header of the next."""
 _CONTROL_MARKS = Marks(_CONTROLS)
 
+_THINKING = "analysis"
 _PEOPLE = ("assistant", "user", "all")
 """Recipients that are no tools."""
 
@@ -102,7 +103,10 @@ def _read_message(source: Source, calls: Calls, writer: ReplyWriter) -> Reading[
         read_call = partial(_read_call, header.recipient)
         yield from calls.read(source, read_call, followers=_END_OF_BODY)
     else:
-        yield from _read_body(source, calls, header)
+        start = source.at
+        end = yield from _read_body(source, calls, header)
+        if header.channel == _THINKING:
+            writer.reasoned(start, end)
 
 
 def _is_cut(source: Source, here: int) -> Reading[bool]:
@@ -131,16 +135,17 @@ def _read_call(
     return call, end
 
 
-def _read_body(source: Source, calls: Calls, header: _Header) -> Reading[None]:
-    """Text up to the end of the message, to where its channel says."""
-    calls.place = "reasoning" if header.channel == "analysis" else "content"
+def _read_body(source: Source, calls: Calls, header: _Header) -> Reading[int]:
+    """Text up to the end of the message, to where its channel says; the position where it ends."""
+    calls.place = "reasoning" if header.channel == _THINKING else "content"
     while True:
         mark = yield from source.text_until(_CONTROL_MARKS, calls.write)
+        end = source.at
         if mark is None or mark in (_START, _CHANNEL):
-            return
+            return end
         source.at += len(mark)
         if mark in _ENDS:
-            return
+            return end
 
 
 GRAMMAR = Grammar(thinking=None, controls=_CONTROLS, newlines_before_call=0)

@@ -57,6 +57,14 @@ class ContentText(Wire, frozen=True, kw_only=True):
     text: str
 
 
+class ReasoningSpan(Wire, frozen=True, kw_only=True):
+    """Where reasoning stands in the sampled text; the marks around it are not part of it."""
+
+    start: int
+    """First character."""
+    end: int
+
+
 class CallMade(Wire, frozen=True, kw_only=True):
     """A whole call: one that may still turn out malformed is not shown in pieces."""
 
@@ -65,7 +73,7 @@ class CallMade(Wire, frozen=True, kw_only=True):
     call: ToolCall
 
 
-ReplyPart = ReasoningText | ContentText | CallMade | MalformedCall
+ReplyPart = ReasoningText | ContentText | CallMade | MalformedCall | ReasoningSpan
 
 
 class ParsedReply(Wire, frozen=True, kw_only=True):
@@ -75,6 +83,8 @@ class ParsedReply(Wire, frozen=True, kw_only=True):
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
+    num_reasoning_tokens: int = 0
+    """Sampled tokens of the reasoning; a parser, which sees no tokens, leaves it at 0."""
 
 
 def reply_of(parts: Iterable[ReplyPart]) -> ParsedReply:

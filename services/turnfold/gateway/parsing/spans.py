@@ -1,40 +1,35 @@
-"""Which sampled tokens a stretch of the text came from."""
+"""How many sampled tokens a stretch of the text came from."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
-_MAX_TOKENS_OF_A_CHARACTER = 8
-_HALF_A_CHARACTER = "\ufffd"
+from turnfold.gateway.parsing.replies import ReasoningSpan, ReplyPart
+from turnfold.history.sequences import Ids
+
+_REPLACEMENT = "\ufffd"
 
 
-def token_ends(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Characters of the text up to and including each token.
+def num_reasoning_tokens(parts: Iterable[ReplyPart], ids: Ids, decode: Callable[[Ids], str]) -> int:
+    """Tokens between the marks around the reasoning, without the marks themselves."""
+    spans = [part for part in parts if isinstance(part, ReasoningSpan)]
+    return sum(num_tokens(span.start, span.end, ids, decode) for span in spans)
 
-        " caf", "é" in two tokens, "!"   ->  [4, 4, 5, 6]
 
-    A token that ends inside a character adds nothing; the one that completes it does.
+def num_tokens(start: int, end: int, ids: Ids, decode: Callable[[Ids], str]) -> int:
+    """Tokens that begin in the text from `start` up to `end`, found in a few decodes.
+
+    " caf", "é" in two tokens, "!"      characters 4 to 5 -> 2 tokens
+    "<think>", "hm", "</think>"         characters 7 to 9 -> 1 token
     """
-    ends: list[int] = []
-    num_characters, start = 0, 0
-    for index in range(len(ids)):
-        piece = decode(ids[start : index + 1])
-        is_whole = not piece.endswith(_HALF_A_CHARACTER)
-        if is_whole or index + 1 - start >= _MAX_TOKENS_OF_A_CHARACTER:
-            num_characters += len(piece)
-            start = index + 1
-        ends.append(num_characters)
-    return ends
 
+    def num_characters(num_first: int) -> int:
+        # A token that ends inside a character has not added it yet.
+        return len(decode(ids[:num_first]).rstrip(_REPLACEMENT))
 
-def token_span(start: int, end: int, ends: Sequence[int]) -> tuple[int, int]:
-    """First token and the one behind the last of the characters from `start` up to `end`.
+    def num_tokens_before(position: int) -> int:
+        """Tokens that it takes to write the text before the position."""
+        return min(bisect_left(range(len(ids)), position, key=num_characters), len(ids))
 
-    >>> token_span(4, 6, [4, 4, 5, 6])
-    (1, 4)
-    """
-    first = bisect_left(ends, start)
-    if start > 0 and first < len(ends) and ends[first] == start:
-        first += 1
-    return first, min(bisect_left(ends, end) + 1, len(ends))
+    return num_tokens_before(end) - num_tokens_before(start) if start < end else 0

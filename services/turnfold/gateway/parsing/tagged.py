@@ -34,7 +34,9 @@ def read_reply(
             source.at = here + len(opening)
         if is_opened or situation.is_reasoning_open:
             calls.place = "reasoning"
-            yield from read_text(grammar, source, calls, until=closing)
+            start = source.at
+            end = yield from read_text(grammar, source, calls, until=closing)
+            writer.reasoned(start, end)
             writer.end_reasoning()
             calls.place = "content"
     yield from read_text(grammar, source, calls)
@@ -43,17 +45,18 @@ def read_reply(
 
 def read_text(
     grammar: Grammar, source: Source, calls: Calls, *, until: str | None = None
-) -> Reading[None]:
-    """Text and calls, to the end of the reply or behind the mark `until`."""
+) -> Reading[int]:
+    """Text and calls, to the end of the reply or behind the mark `until`; where they end."""
     ends = (until,) if until else ()
     marks = calls.marks(*ends)
     while True:
         mark = yield from source.text_until(marks, calls.write)
+        end = source.at
         if mark is None:
-            return
+            return end
         if mark == until:
             source.at += len(mark)
-            return
+            return end
         if mark in grammar.openers and calls.is_read(source):
             yield from grammar.read_calls(source, calls)
         else:

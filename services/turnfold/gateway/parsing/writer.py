@@ -13,6 +13,7 @@ from turnfold.gateway.parsing.replies import (
     ContentText,
     MalformedCall,
     MalformedReason,
+    ReasoningSpan,
     ReasoningText,
     ReplyPart,
 )
@@ -45,6 +46,11 @@ class ReplyWriter:
         if settled:
             self._has_reasoning = True
             self._parts.append(ReasoningText(text="\n" + settled if is_joined else settled))
+
+    def reasoned(self, start: int, end: int) -> None:
+        """The sampled text from `start` to `end` was reasoning."""
+        if start < end:
+            self._parts.append(ReasoningSpan(start=start, end=end))
 
     def end_reasoning(self) -> None:
         """The thinking block was closed."""

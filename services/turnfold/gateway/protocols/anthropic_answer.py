@@ -38,7 +38,7 @@ def answer_body(answer: Answer, call: ModelCall) -> bytes:
             **_envelope(answer),
             "content": list(_blocks(answer, call)),
             **_ending(answer),
-            "usage": _usage(answer, answer.num_output_tokens),
+            "usage": _usage_of(answer),
         }
     )
 
@@ -88,7 +88,7 @@ class MessageStream:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(self._head, 0),
+            "usage": _usage(self._head.num_prompt_tokens, 0),
         }
         yield named_event({"type": "message_start", "message": message})
         yield PING
@@ -111,7 +111,7 @@ class MessageStream:
             {
                 "type": "message_delta",
                 "delta": _ending(answer),
-                "usage": _usage(answer, answer.num_output_tokens),
+                "usage": _usage_of(answer),
             }
         )
         yield named_event({"type": "message_stop"})
@@ -213,10 +213,17 @@ def _envelope(head: AnswerHead) -> dict[str, Any]:
     }
 
 
-def _usage(head: AnswerHead, num_output_tokens: int) -> dict[str, int]:
+def _usage_of(answer: Answer) -> dict[str, int]:
+    return _usage(answer.num_prompt_tokens, answer.num_output_tokens, answer.num_cached_tokens or 0)
+
+
+def _usage(
+    num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0
+) -> dict[str, int]:
+    """The parts of the prompt add up to it: `input_tokens` does not count what was cached."""
     return {
-        "input_tokens": head.num_prompt_tokens,
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
     }

@@ -1,11 +1,10 @@
 """Anthropic messages: request to `ModelCall`, `Answer` to response or stream, errors.
 
 Every field that changes what is sampled is honoured, refused by name, or, where it would constrain
-the output, kept as a constraint of the call. `thinking` and
+the output, kept as a constraint of the call; so is a field that nobody knows. `thinking` and
 `output_config.effort` are wishes that only a model trained for them understands: whether this one
 thinks is for its template to say, and `thinking.display` decides what is shown of it. Fields that
-change nothing here (`metadata`, `service_tier`, `cache_control`, …) and fields that nobody knows
-are ignored.
+change nothing here (`metadata`, `service_tier`, `cache_control`, …) are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
     constraining_fields,
-    decode_request,
+    decode_known_fields,
     refuse_unsupported,
     sampling_params,
 )
@@ -51,10 +50,27 @@ class _Prompt(SamplingFields, kw_only=True):
     output_config: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     # Not supported; each would change what is sampled.
+    compaction: Any = None
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     # A constraint.
     output_format: Any = None
+    # They change nothing here.
+    anthropic_beta: Any = None
+    anthropic_version: Any = None
+    betas: Any = None
+    billing_policy: Any = None
+    cache_control: Any = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
 
 class _Request(_Prompt, kw_only=True):
@@ -64,8 +80,10 @@ class _Request(_Prompt, kw_only=True):
 
 
 _UNSUPPORTED = {
+    "compaction": "the history is the agent's to edit",
     "container": "there is no code execution",
     "mcp_servers": "connect to them in the agent and offer their tools",
+    "thread": "send the whole history as `messages`",
 }
 
 _FORCING = ("any", "tool")
@@ -80,7 +98,7 @@ _prompt_decoder = msgspec.json.Decoder(_Prompt)
 
 def read_call(body: bytes) -> ModelCall:
     """The request as a call. Raises Refusal naming the field that is wrong or not supported."""
-    request = decode_request(body, _request_decoder)
+    request, unknown = decode_known_fields(body, _request_decoder)
     call = _prompt_call(request)
     if call.messages[-1].role == "assistant":
         raise invalid(
@@ -96,12 +114,14 @@ def read_call(body: bytes) -> ModelCall:
             stop_field="stop_sequences",
         ),
         is_streamed=bool(request.stream),
+        constraints=(*call.constraints, *unknown),
     )
 
 
 def read_count(body: bytes) -> ModelCall:
     """The request of `count_tokens` as the call whose prompt is counted. Raises Refusal."""
-    return _prompt_call(decode_request(body, _prompt_decoder))
+    prompt, _ = decode_known_fields(body, _prompt_decoder)  # the others do not lengthen it
+    return _prompt_call(prompt)
 
 
 def _prompt_call(request: _Prompt) -> ModelCall:

@@ -1,8 +1,8 @@
 """OpenAI chat completions: request to `ModelCall`, `Answer` to response or stream, errors.
 
 Every field that changes what is sampled is honoured, refused by name, or, where it would constrain
-the output, kept as a constraint of the call. Fields that change nothing
-here (`user`, `metadata`, `store`, …) and fields that nobody knows are ignored.
+the output, kept as a constraint of the call; so is a field that nobody knows. Fields that change
+nothing here (`user`, `metadata`, `store`, …) are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
     constraining_fields,
-    decode_request,
+    decode_known_fields,
     refuse_unsupported,
     sampling_params,
 )
@@ -67,13 +67,32 @@ class _Request(SamplingFields, kw_only=True):
     functions: Any = None
     function_call: Any = None
     audio: Any = None
+    moderation: Any = None
     web_search_options: Any = None
+    # Wishes that only a model trained for them understands: the template decides.
+    reasoning: Any = None
+    reasoning_effort: Any = None
+    thinking: Any = None
+    verbosity: Any = None
+    # They change nothing here.
+    metadata: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    provider: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    usage: Any = None
+    user: Any = None
 
 
 _UNSUPPORTED = {
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
     "audio": "only text is generated",
+    "moderation": "nobody looks at the answer before the agent",
     "web_search_options": "there is no web search",
 }
 
@@ -82,7 +101,7 @@ _decoder = msgspec.json.Decoder(_Request)
 
 def read_call(body: bytes) -> ModelCall:
     """The request as a call. Raises Refusal naming the field that is wrong or not supported."""
-    request = decode_request(body, _decoder)
+    request, unknown = decode_known_fields(body, _decoder)
     _refuse_unsupported(request)
     options = request.stream_options
     return ModelCall(
@@ -95,7 +114,7 @@ def read_call(body: bytes) -> ModelCall:
         is_streamed=bool(request.stream),
         is_usage_streamed=bool(options and options.include_usage),
         has_logprobs=bool(request.logprobs),
-        constraints=tuple(_constraints(request)),
+        constraints=(*_constraints(request), *unknown),
     )
 
 

@@ -146,12 +146,16 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
+def _usage(answer: Answer) -> dict[str, Any]:
+    usage: dict[str, Any] = {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": answer.num_output_tokens,
         "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
+        "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
     }
+    if answer.num_cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": answer.num_cached_tokens}
+    return usage
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 The id of a response is that of its turn, so `previous_response_id` names a turn of the session and
 the log is the store: `store` makes no difference. Every other field that changes what is sampled is
-honoured, refused by name, or, where it would constrain the output, kept as a constraint. `reasoning` and `text.verbosity` are wishes that only a model trained
-for them understands. Fields that change nothing here (`user`, `metadata`, …) and fields that nobody
-knows are ignored.
+honoured, refused by name, or, where it would constrain the output, kept as a constraint; so is a
+field that nobody knows. `reasoning` and `text.verbosity` are wishes that only a model trained for
+them understands. Fields that change nothing here (`user`, `metadata`, …) are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turnfold.gateway.protocols.request_fields import (
     SamplingFields,
     at_least_one,
     constraining_fields,
-    decode_request,
+    decode_known_fields,
     refuse_unsupported,
     sampling_params,
 )
@@ -75,6 +75,23 @@ class _Request(SamplingFields, kw_only=True):
     messages: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    moderation: Any = None
+    # A wish that only a model trained for it understands: the template decides.
+    reasoning: Any = None
+    # They change nothing here: what they are about is refused, or happens on the provider's side.
+    access_programs: Any = None
+    background_options: Any = None
+    image: Any = None
+    max_tool_calls: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    stream_options: Any = None
+    user: Any = None
 
 
 _UNSUPPORTED = {
@@ -85,6 +102,7 @@ _UNSUPPORTED = {
     "messages": "use `input`",
     "max_tokens": "use `max_output_tokens`",
     "max_completion_tokens": "use `max_output_tokens`",
+    "moderation": "nobody looks at the answer before the agent",
 }
 
 _decoder = msgspec.json.Decoder(_Request)
@@ -92,7 +110,7 @@ _decoder = msgspec.json.Decoder(_Request)
 
 def read_call(body: bytes) -> ModelCall:
     """The request as a call. Raises Refusal naming the field that is wrong or not supported."""
-    request = decode_request(body, _decoder)
+    request, unknown = decode_known_fields(body, _decoder)
     _refuse_unsupported(request)
     previous_turn_id = _turn_id(request.previous_response_id)
     messages, references = read_input([] if request.input is None else request.input)
@@ -115,7 +133,7 @@ def read_call(body: bytes) -> ModelCall:
         is_streamed=bool(request.stream),
         has_logprobs=_LOGPROBS in include,
         is_reasoning_sealed=_SEALED in include,
-        constraints=tuple(_constraints(request)),
+        constraints=(*_constraints(request), *unknown),
         references=references,
     )
 

@@ -120,12 +120,15 @@ def _response_id(turn_id: str) -> str | None:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Details that OpenAI's SDK expects and nobody here counts are 0."""
+    """Details that OpenAI's SDK expects and nobody told are 0."""
     return {
         "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": answer.num_cached_tokens or 0,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": answer.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
         "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
     }
 

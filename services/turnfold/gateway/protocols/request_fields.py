@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from turnfold.gateway.calls import CallParams
-from turnfold.gateway.constraints import Constraint
+from turnfold.gateway.constraints import UNKNOWN_FIELD, Constraint
 from turnfold.gateway.refusals import invalid
 
 R = TypeVar("R")
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Settings of sampling; a protocol that has no field for one takes it as an extra."""
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Settings of sampling; a protocol that has no field for one takes it as an extra.
+
+    A request lists all fields that are known: a name that is not in it is an unknown one.
+    """
 
     temperature: float | None = None
     seed: int | None = None
@@ -43,6 +47,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     bad_words: Any = None
+    # Extras that change nothing here.
+    cache_salt: Any = None
+    priority: Any = None
+    request_id: Any = None
 
 
 _UNSUPPORTED_EXTRAS = {
@@ -78,6 +86,43 @@ def decode_request(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[R], 
         raise invalid(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise invalid("the body is nested too deeply") from error
+
+
+def decode_known_fields(
+    body: bytes, decoder: msgspec.json.Decoder[R]
+) -> tuple[R, tuple[Constraint, ...]]:
+    """The request without the fields at its top that nobody knows, and a constraint for each.
+
+    What an unknown field asks for may change the answer, so it is treated as one that is not
+    enforced. One that is null asks for nothing. Raises Refusal naming a field that is wrong.
+    """
+    try:
+        return decoder.decode(body), ()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # rare: it is read again, to tell an unknown field from a wrong one
+    fields = decode_request(body, _fields_decoder)
+    known = frozenset(cast(type[msgspec.Struct], decoder.type).__struct_fields__)
+    read = decode_request(
+        msgspec.json.encode({name: raw for name, raw in fields.items() if name in known}), decoder
+    )
+    unknown = [name for name, raw in fields.items() if name not in known and bytes(raw) != b"null"]
+    return read, tuple(map(_unknown_field, unknown[:_MAX_UNKNOWN]))
+
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MAX_UNKNOWN = 16
+"""Unknown fields that are told of by name."""
+_TELLABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _unknown_field(name: str) -> Constraint:
+    # It goes into a response header, which takes no others.
+    shown = name if _TELLABLE.fullmatch(name) else UNKNOWN_FIELD
+    return Constraint(
+        field=shown,
+        message=f"{shown}: this field is not known here, so what it asks for cannot be kept",
+        code="unknown_parameter",
+    )
 
 
 def refuse_unsupported(request: SamplingFields, unsupported: Mapping[str, str]) -> None:

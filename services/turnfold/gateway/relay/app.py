@@ -73,7 +73,7 @@ class Relay:
     async def _read_topic(self) -> None:
         """The newest policy may have been published, and committed, before this process began."""
         topic = self.settings.topics.policies
-        async with reader_from_start(self.settings.bootstrap, topic) as reader:
+        async with reader_from_start(self.settings, topic) as reader:
             async for record in reader.read_to_end():
                 with suppress(codec.CodecError):  # FastStream sends it to the dead letters
                     event = codec.decode(
@@ -158,7 +158,7 @@ def create_broker(settings: Settings, on_event: Any) -> KafkaBroker:
     # FastStream would log each record; what matters here is logged by the relay itself.
     quiet = logging.getLogger("turnfold.relay.faststream")
     quiet.setLevel(logging.ERROR)
-    broker = message_broker(settings.bootstrap, PolicyEvent, topics.dead_letters, logger=quiet)
+    broker = message_broker(settings, PolicyEvent, topics.dead_letters, logger=quiet)
 
     @broker.subscriber(
         topics.policies,

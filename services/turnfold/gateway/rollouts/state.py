@@ -36,6 +36,8 @@ class RecordedTurn(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None
     num_prompt_tokens: int
     logprobs: Logprobs
+    num_cached_tokens: int | None
+    num_reasoning_tokens: int
     has_instructions: bool
 
 
@@ -52,6 +54,8 @@ def recorded_turn(turn: TurnCompleted) -> RecordedTurn:
         stop_reason=turn.stop_reason,
         num_prompt_tokens=turn.num_prompt_tokens,
         logprobs=turn.logprobs,
+        num_cached_tokens=turn.num_cached_tokens,
+        num_reasoning_tokens=turn.num_reasoning_tokens,
         has_instructions=turn.has_instructions,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from turnfold.gateway import metrics
 from turnfold.gateway.backends.engine import EngineError, Engines, GenerateRequest, Generation
 from turnfold.gateway.calls import Answer, AnswerHead, CallParams, ModelCall, request_digest
 from turnfold.gateway.client import LogUnavailable, UnknownRollout
-from turnfold.gateway.constraints import UnenforcedPolicy, refuse_unenforced
+from turnfold.gateway.constraints import UnenforcedPolicy, counted_field, refuse_unenforced
 from turnfold.gateway.keys import SessionKey
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat
 from turnfold.gateway.refusals import Kind, Refusal, invalid
 from turnfold.gateway.rollouts.app import Entry, Flight, RolloutStore
 from turnfold.gateway.rollouts.state import RecordedTurn, recorded_turn
+from turnfold.gateway.threads.app import off_loop
 from turnfold.gateway.tracing import step_span
 from turnfold.gateway.turns import steps
 from turnfold.gateway.turns.pinning import pin_nonces
@@ -229,6 +231,7 @@ class ModelCalls:
             generation=generation,
             reply=steps.reply_message(parsed, turn_id),
             at=self._clock(),
+            num_reasoning_tokens=parsed.num_reasoning_tokens,
             engine_s=engine_s,
             request_digest=flight.request_digest,
             idempotency_key=flight.idempotency_key,
@@ -327,8 +330,14 @@ class ModelCalls:
         generation = await sample(self.engines, request, self.renderer)
         flight.stage = "recording"
         engine_s = self._clock() - begun
-        parsed = await asyncio.to_thread(
-            steps.parse_generation, generation, plan, self.renderer, self.reply_format, call
+        parsed = await off_loop(
+            generation.output_ids.array.nbytes,  # a token is about as many bytes of text
+            steps.parse_generation,
+            generation,
+            plan,
+            self.renderer,
+            self.reply_format,
+            call,
         )
         return _Sampled(generation, parsed, engine_s)
 
@@ -426,10 +435,10 @@ class ModelCalls:
         metrics.OUTPUT_TOKENS.inc(len(event.output_ids))
         metrics.ENGINE_SECONDS.observe(event.engine_s)
         metrics.OVERHEAD_SECONDS.observe(overhead_s)
-        for cause in plan.differences:
-            metrics.DIFFERENCES.labels(cause).inc()
+        for cause, number in Counter(plan.differences).items():
+            metrics.DIFFERENCES.labels(cause).inc(number)
         for name in event.unenforced:
-            metrics.UNENFORCED.labels(name).inc()
+            metrics.UNENFORCED.labels(counted_field(name)).inc()
         for call in parsed.malformed:
             metrics.MALFORMED_CALLS.labels(call.reason).inc()
 

@@ -17,6 +17,7 @@ from turnfold.gateway.calls import (
     biasing_params,
 )
 from turnfold.gateway.parsing.replies import ParsedReply, ReplyFormat, Situation, reply_of
+from turnfold.gateway.parsing.spans import num_reasoning_tokens
 from turnfold.gateway.refusals import ContextLengthExceeded, invalid
 from turnfold.gateway.rollouts.state import RecordedTurn
 from turnfold.history.heal import PromptPlan
@@ -179,7 +180,13 @@ def parse_generation(
     """The parts of the sampled text, in time linear in it."""
     situation = situation_of(plan, renderer, reply_format, call)
     parser = reply_format.begin(situation)
-    return reply_of([*parser.feed(sampled_text(generation, renderer)), *parser.end()])
+    parts = [*parser.feed(sampled_text(generation, renderer)), *parser.end()]
+    return msgspec.structs.replace(
+        reply_of(parts),
+        num_reasoning_tokens=num_reasoning_tokens(
+            parts, generation.output_ids.array, renderer.decode
+        ),
+    )
 
 
 def sampled_text(generation: Generation, renderer: Renderer) -> str:
@@ -243,6 +250,7 @@ def turn_event(
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         policy_versions=generation.policy_versions,
+        num_cached_tokens=generation.num_cached_tokens,
         protocol=call.protocol,
         model=call.model,
         temperature=request.temperature,
@@ -266,5 +274,7 @@ def answer_of(turn: RecordedTurn, logprobs: tuple[TokenLogprob, ...] | None = No
         stop_reason=turn.stop_reason,
         num_prompt_tokens=turn.num_prompt_tokens,
         num_output_tokens=len(turn.logprobs),
+        num_cached_tokens=turn.num_cached_tokens,
+        num_reasoning_tokens=turn.num_reasoning_tokens,
         logprobs=logprobs,
     )

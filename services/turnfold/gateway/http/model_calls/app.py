@@ -30,6 +30,7 @@ from turnfold.gateway.protocols.protocol import CountingProtocol, ModelProtocol,
 from turnfold.gateway.refusals import Refusal
 from turnfold.gateway.rollouts.app import Flight
 from turnfold.gateway.settings import Settings
+from turnfold.gateway.threads.app import off_loop
 from turnfold.gateway.tracing import call_span, within
 from turnfold.gateway.turns.app import CallContext, ModelCalls
 
@@ -63,7 +64,7 @@ class ModelEndpoints:
         async def counted(request: Request) -> Response:
             context = self._context(request)
             body = await read_body(request, self.settings.max_body_bytes)
-            call = await asyncio.to_thread(protocol.read_count, body)
+            call = await off_loop(len(body), protocol.read_count, body)
             number = await self.calls.count_prompt_tokens(call, context)
             return _json_bytes(protocol.count_body(number), request_id_of(request))
 
@@ -106,7 +107,7 @@ class ModelEndpoints:
             held.enter_context(self._limits.call(context.key))
             span = held.enter_context(call_span(protocol.NAME, request_id, request.headers))
             body = await read_body(request, self.settings.max_body_bytes)
-            call = await asyncio.to_thread(protocol.read_call, body)
+            call = await off_loop(len(body), protocol.read_call, body)
             with within(span):
                 flight = await self.calls.join(call, context)
             held.callback(self.calls.leave, flight)

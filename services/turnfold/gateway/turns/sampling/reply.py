@@ -19,6 +19,7 @@ from turnfold.gateway.parsing.replies import (
     ReplyPart,
     reply_of,
 )
+from turnfold.gateway.parsing.spans import num_reasoning_tokens
 from turnfold.gateway.turns.sampling.text import TextBeforeStop, TokenText
 from turnfold.gateway.turns.steps import call_id, ends_with_stop_token
 from turnfold.history.render import Renderer
@@ -57,12 +58,15 @@ class LiveReply:
         self._held: list[int] = []
         """Added tokens at the end: one that ends the reply is not part of it."""
         self._parts: list[ReplyPart] = []
+        self._num_reasoning_tokens = 0
         self._logprobs = _Logprobs(renderer) if has_logprobs else None
 
     @property
     def parsed(self) -> ParsedReply:
         """All that was read; the whole reply after `end`."""
-        return reply_of(self._parts)
+        return msgspec.structs.replace(
+            reply_of(self._parts), num_reasoning_tokens=self._num_reasoning_tokens
+        )
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[float] = ()) -> list[AnswerPiece]:
         """What the tokens add for certain."""
@@ -82,6 +86,9 @@ class LiveReply:
         text = self._before_stop.feed(self._text.end())
         text += self._before_stop.end(generation.stop_reason)
         pieces += self._pieces([*self._parser.feed(text), *self._parser.end()])
+        self._num_reasoning_tokens = num_reasoning_tokens(
+            self._parts, generation.output_ids.array, self._renderer.decode
+        )
         if self._logprobs is not None:
             pieces += self._logprobs.rest(generation)
         return merged(pieces)
@@ -105,7 +112,7 @@ class LiveReply:
             case CallMade(index=index, call=call):
                 named = msgspec.structs.replace(call, id=call_id(self._turn_id, index))
                 return AnswerPiece(tool_call=named)
-        return None  # a malformed call: its text comes as content
+        return None  # a malformed call, whose text comes as content, or where reasoning stood
 
 
 class _Logprobs:

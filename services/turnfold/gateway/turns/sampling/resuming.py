@@ -49,6 +49,7 @@ def joined(first: PartialOutput, second: PartialOutput) -> PartialOutput:
         output_ids=TokenIds.of(np.concatenate([first.output_ids.array, second.output_ids.array])),
         logprobs=Logprobs.of(np.concatenate([first.logprobs.array, second.logprobs.array])),
         policy_versions=_joined_spans(first, second),
+        num_cached_tokens=first.num_cached_tokens,  # the second was asked with a longer prompt
     )
 
 
@@ -65,6 +66,7 @@ def continued(sofar: PartialOutput, generation: Generation) -> Generation:
         output_ids=whole.output_ids,
         logprobs=whole.logprobs,
         policy_versions=whole.policy_versions,
+        num_cached_tokens=whole.num_cached_tokens,
     )
 
 
@@ -75,6 +77,7 @@ def used_up(sofar: PartialOutput) -> Generation:
         logprobs=sofar.logprobs,
         finish_reason="length",
         policy_versions=sofar.policy_versions,
+        num_cached_tokens=sofar.num_cached_tokens,
     )
 
 
@@ -125,6 +128,7 @@ def _stopped(generation: Generation, num_tokens: int, stop: str) -> Generation:
             for span in spans
             if span.start < num_tokens
         ),
+        num_cached_tokens=generation.num_cached_tokens,
     )
 
 

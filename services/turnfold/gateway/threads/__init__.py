@@ -1,0 +1,1 @@
+"""Which work leaves the event loop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from turnfold.agents import GatewayClient
 from turnfold.agents.worker.app import run as run_worker
 from turnfold.agents.worker.settings import Settings as WorkerSettings
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.embedded.tiny.build import build
 from turnfold.embedded.tiny.recipe import Recipe
 from turnfold.gateway.settings import Settings as GatewaySettings
@@ -32,12 +32,6 @@ from turnfold.schemas.testing import task
 from turnfold.schemas.topics import Topics
 
 DEADLINE_S = 40.0
-
-
-@pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +146,9 @@ def eventually_fixture() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[
 
 
 @pytest.fixture
-async def bench(broker: BrokerProcess, model_dir: Path) -> AsyncIterator[Bench]:
+async def bench(
+    broker: RunningBroker, model_dir: Path, new_namespace: Callable[[], str]
+) -> AsyncIterator[Bench]:
     """Everything but workers; the engine always says "the code is 5"."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     async with AsyncExitStack() as closing:
@@ -160,7 +156,7 @@ async def bench(broker: BrokerProcess, model_dir: Path) -> AsyncIterator[Bench]:
         engine.default = Reply(ids=text_ids(tokenizer, "the code is 5<|im_end|>"))
         settings = GatewaySettings(
             bootstrap=broker.bootstrap,
-            namespace=f"t{uuid4().hex[:10]}",
+            namespace=new_namespace(),
             model=str(model_dir),
             engines=(engine.url,),
             port=free_port(),

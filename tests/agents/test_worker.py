@@ -262,13 +262,13 @@ async def test_a_killed_worker_leaves_its_group_and_the_next_worker_takes_the_re
 
 
 async def test_a_worker_outlives_a_crash_of_the_broker(
-    bench: Any, broker: BrokerProcess, agent_file: AgentFile
+    bench: Any, killable_broker: BrokerProcess, agent_file: AgentFile
 ) -> None:
     async with bench.worker(agent_file("return 1.0")):
         await bench.dispatch(n=1)
         await bench.wait_for_ends(1)
-        broker.kill9()
-        broker.start()
+        killable_broker.kill9()
+        killable_broker.start()
         await bench.dispatch(n=1)
         ends = await bench.wait_for_ends(2)
     assert sorted(ends) == ["g0-00", "g1-00"]

@@ -7,8 +7,7 @@ import contextlib
 import os
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from turnfold.assembler.checkpoint import read_checkpoint
 from turnfold.assembler.cut import decide
 from turnfold.assembler.groups import GroupsState, summary
 from turnfold.assembler.settings import Settings
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.log.client import (
     BrokerUnavailable,
     Producer,
@@ -53,19 +52,11 @@ CONFIG = RunConfig(group_size=2, groups_per_batch=2, max_staleness=100)
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as running:
-        yield running
-
-
 class Bench:
     """Topics of their own, a producer, and assemblers started on demand."""
 
-    def __init__(self, bootstrap: str, producer: Producer) -> None:
-        self.settings = Settings(
-            bootstrap=bootstrap, namespace=f"t{uuid.uuid4().hex[:8]}", max_batches_ahead=-1
-        )
+    def __init__(self, bootstrap: str, namespace: str, producer: Producer) -> None:
+        self.settings = Settings(bootstrap=bootstrap, namespace=namespace, max_batches_ahead=-1)
         self.producer = producer
         self.num_groups = 0
 
@@ -163,9 +154,9 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest.fixture
-async def bench(broker: BrokerProcess) -> AsyncIterator[Bench]:
+async def bench(broker: RunningBroker, new_namespace: Callable[[], str]) -> AsyncIterator[Bench]:
     async with Producer(broker.bootstrap) as producer:
-        made = Bench(broker.bootstrap, producer)
+        made = Bench(broker.bootstrap, new_namespace(), producer)
         await create_topics(broker.bootstrap, made.topics.specs(num_partitions=3))
         yield made
 

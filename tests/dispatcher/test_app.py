@@ -7,8 +7,7 @@ import contextlib
 import json
 import os
 import sys
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +18,30 @@ import turnfold
 from turnfold.dispatcher.app import Replaced, run
 from turnfold.dispatcher.client import DatasetError
 from turnfold.dispatcher.settings import Settings
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.log.client import Producer, create_topics, reader_from_start
 from turnfold.log.service import Health
 from turnfold.schemas import codec
-from turnfold.schemas.batches import (
-    BatchCut,
-    EvaluationCompleted,
-    GroupDropped,
-    GroupEvaluated,
-    GroupRef,
-    Positions,
-)
-from turnfold.schemas.policies import PolicyServed
+from turnfold.schemas import testing as builders
+from turnfold.schemas.batches import Decision
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
 from turnfold.schemas.topics import Topics
 
 CONFIG = RunConfig(run_id="r", group_size=2, groups_per_batch=2, max_staleness=0)
-EMPTY = Positions(tasks={}, trajectories={})
 DEADLINE_S = 30.0
 NUM_ROWS = 5
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as running:
-        yield running
 
 
 class Bench:
     """Topics of their own; the test plays assembler and relay."""
 
-    def __init__(self, bootstrap: str, producer: Producer, folder: Path) -> None:
+    def __init__(self, bootstrap: str, namespace: str, producer: Producer, folder: Path) -> None:
         path = folder / "tasks.jsonl"
         path.write_text("".join(json.dumps({"id": f"t{i}"}) + "\n" for i in range(NUM_ROWS)))
         self.settings = Settings(
             bootstrap=bootstrap,
-            namespace=f"t{uuid.uuid4().hex[:8]}",
+            namespace=namespace,
             dataset=str(path),
             is_shuffled=False,
         )
@@ -71,56 +56,23 @@ class Bench:
         return Dispatcher(msgspec.structs.replace(self.settings, **options))
 
     async def serve(self, version: int) -> None:
-        served = PolicyServed(run_id="r", policy_version=version)
+        served = builders.served(version, "r")
         await self.producer.send(self.topics.policies, key="r/served", message=served)
 
     async def cut(self, index: int, *group_ids: str) -> None:
-        groups = tuple(GroupRef(group_id=g, dispatch_index=0, rollouts=()) for g in group_ids)
-        decision = BatchCut(
-            run_id="r", index=index, groups=groups, positions=EMPTY, at=0.0, config_digest=""
-        )
-        await self.producer.send(self.topics.batches, key="r", message=decision)
+        await self._decide(builders.cut(index, *group_ids, run_id="r"))
 
     async def drop(self, group_id: str, reason: str) -> None:
-        decision = GroupDropped(
-            run_id="r",
-            group_id=group_id,
-            dispatch_index=0,
-            reason=reason,
-            positions=EMPTY,
-            at=0.0,
-            config_digest="",
-        )
-        await self.producer.send(self.topics.batches, key="r", message=decision)
+        await self._decide(builders.dropped(group_id, reason, "r"))
 
     async def evaluated(self, sent: Task, *, is_retried: bool = False) -> None:
         """The assembler has scored an evaluation task; the round is complete with its last one."""
-        assert sent.evaluation is not None
-        decision = GroupEvaluated(
-            run_id="r",
-            group_id=sent.group_id,
-            cursor=sent.cursor,
-            attempt=sent.attempt,
-            evaluation=sent.evaluation,
-            rollouts=(),
-            is_retried=is_retried,
-            positions=EMPTY,
-            at=0.0,
-            config_digest="",
-        )
-        await self.producer.send(self.topics.batches, key="r", message=decision)
+        await self._decide(builders.evaluated(sent, is_retried=is_retried, run_id="r"))
 
     async def completed(self, version: int) -> None:
-        decision = EvaluationCompleted(
-            run_id="r",
-            version=version,
-            num_tasks=3,
-            num_scored=3,
-            num_rollouts=3,
-            positions=EMPTY,
-            at=0.0,
-            config_digest="",
-        )
+        await self._decide(builders.completed(version, run_id="r"))
+
+    async def _decide(self, decision: Decision) -> None:
         await self.producer.send(self.topics.batches, key="r", message=decision)
 
     async def evaluations(self, count: int) -> list[Task]:
@@ -185,9 +137,11 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest.fixture
-async def bench(broker: BrokerProcess, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(
+    broker: RunningBroker, tmp_path: Path, new_namespace: Callable[[], str]
+) -> AsyncIterator[Bench]:
     async with Producer(broker.bootstrap) as producer:
-        made = Bench(broker.bootstrap, producer, tmp_path)
+        made = Bench(broker.bootstrap, new_namespace(), producer, tmp_path)
         await create_topics(broker.bootstrap, made.topics.specs(num_partitions=3))
         yield made
 

@@ -18,36 +18,11 @@ from turnfold.dispatcher.plan import (
     row_at,
     task_id,
 )
-from turnfold.schemas.batches import BatchCut, Decision, GroupDropped, GroupRef, Positions
-from turnfold.schemas.policies import PolicyPublished, PolicyServed
+from turnfold.schemas.batches import Decision
+from turnfold.schemas.policies import PolicyPublished
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
-from turnfold.schemas.testing import task
-
-EMPTY = Positions(tasks={}, trajectories={})
-
-
-def cut(index: int, *groups: str) -> BatchCut:
-    refs = tuple(GroupRef(group_id=name, dispatch_index=0, rollouts=()) for name in groups)
-    return BatchCut(
-        run_id="default", index=index, groups=refs, positions=EMPTY, at=0.0, config_digest=""
-    )
-
-
-def dropped(group_id: str, reason: str) -> GroupDropped:
-    return GroupDropped(
-        run_id="default",
-        group_id=group_id,
-        dispatch_index=0,
-        reason=reason,
-        positions=EMPTY,
-        at=0.0,
-        config_digest="",
-    )
-
-
-def served(version: int, run_id: str = "default") -> PolicyServed:
-    return PolicyServed(run_id=run_id, policy_version=version)
+from turnfold.schemas.testing import cut, dropped, served, task
 
 
 class Run:

@@ -18,14 +18,12 @@ from turnfold.dispatcher.rounds import (
     is_evaluated,
     next_evaluations,
 )
-from turnfold.schemas.batches import EvaluationCompleted, GroupEvaluated, Positions
-from turnfold.schemas.policies import PolicyServed
+from turnfold.schemas.batches import GroupEvaluated
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
-from turnfold.schemas.testing import task
+from turnfold.schemas.testing import completed, evaluated, served, task
 
 PLAN = RoundPlan(every=10, num_tasks=3, max_in_flight=8)
-EMPTY = Positions(tasks={}, trajectories={})
 
 
 def sent(slot: RoundSlot, state: RoundState, plan: RoundPlan = PLAN) -> Task:
@@ -36,35 +34,6 @@ def sent(slot: RoundSlot, state: RoundState, plan: RoundPlan = PLAN) -> Task:
         attempt=slot.attempt,
         dispatch_index=state.next_dispatch_index,
         evaluation=evaluation_of(state, plan, slot),
-    )
-
-
-def evaluated(sent: Task, *, is_retried: bool = False) -> GroupEvaluated:
-    assert sent.evaluation is not None
-    return GroupEvaluated(
-        run_id="default",
-        group_id=sent.group_id,
-        cursor=sent.cursor,
-        attempt=sent.attempt,
-        evaluation=sent.evaluation,
-        rollouts=(),
-        is_retried=is_retried,
-        positions=EMPTY,
-        at=0.0,
-        config_digest="",
-    )
-
-
-def completed(version: int) -> EvaluationCompleted:
-    return EvaluationCompleted(
-        run_id="default",
-        version=version,
-        num_tasks=3,
-        num_scored=3,
-        num_rollouts=3,
-        positions=EMPTY,
-        at=0.0,
-        config_digest="",
     )
 
 
@@ -175,7 +144,7 @@ def test_evaluations_take_no_seat_and_no_dispatch_index_of_training() -> None:
     config = RunConfig(groups_per_batch=2, max_staleness=0)
     plain, beside = DispatchState(config), DispatchState(config)
     for state in (plain, beside):
-        state.add_policy(PolicyServed(run_id="default", policy_version=0))
+        state.add_policy(served(0))
     for cursor in range(3):
         beside.add_task(sent(RoundSlot(0, cursor), beside.rounds))
     limits = Limits()

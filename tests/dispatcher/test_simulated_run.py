@@ -17,9 +17,8 @@ from turnfold.assembler.groups import GroupsState
 from turnfold.assembler.rollouts import summary
 from turnfold.dispatcher.plan import DispatchState, Limits, is_done, next_slots
 from turnfold.schemas.batches import BatchCut, Decision, GroupDropped
-from turnfold.schemas.policies import PolicyServed
 from turnfold.schemas.run import RunConfig
-from turnfold.schemas.testing import task, trajectory
+from turnfold.schemas.testing import served, task, trajectory
 
 
 class Simulation:
@@ -74,7 +73,7 @@ class Simulation:
 
     def serve(self, version: int) -> None:
         self.trained = version
-        self.dispatcher.add_policy(PolicyServed(run_id="default", policy_version=version))
+        self.dispatcher.add_policy(served(version))
 
     def decide_and_dispatch(self) -> None:
         while (decision := self.next_decision()) is not None:

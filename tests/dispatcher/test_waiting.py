@@ -6,17 +6,16 @@ import pytest
 
 from turnfold.dispatcher.plan import DispatchState
 from turnfold.dispatcher.waiting import awaited
-from turnfold.schemas.policies import PolicyServed
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Evaluation
-from turnfold.schemas.testing import task
+from turnfold.schemas.testing import served, task
 
 
 @pytest.mark.field_case("verl#3895")
 def test_the_party_that_everything_waits_for_is_named() -> None:
     state = DispatchState(RunConfig())
     assert awaited(state, 0.0) == "waiting for the engines to serve policy version 0"
-    state.add_policy(PolicyServed(run_id="default", policy_version=4))
+    state.add_policy(served(4))
     assert awaited(state, 0.0) == "waiting for the engines to serve a version after 4"
     evaluation = Evaluation(version=0, num_tasks=2)
     for cursor in (1, 0):

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import pytest
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import BrokerProcess, RunningBroker
 from turnfold.healer.app import deadline_passed
-from turnfold.healer.partition import PartitionFold, Released, Revisions, decode_event
+from turnfold.healer.partition import PartitionFold, Released, Revisions
+from turnfold.healer.recorded import decode_event
 from turnfold.log.client import Producer, Reader, Record, create_topics, reader_from_start
 from turnfold.schemas import codec
 from turnfold.schemas.dead_letters import DeadLetter
@@ -33,15 +34,15 @@ NUM_PARTITIONS = 2
 
 
 @pytest.fixture
-async def topics(broker: BrokerProcess, request: pytest.FixtureRequest) -> Topics:
-    """Fresh topics under the name of the test."""
-    found = Topics(namespace=request.node.name.removeprefix("test_")[:60])
+async def topics(broker: RunningBroker, new_namespace: Callable[[], str]) -> Topics:
+    """Fresh topics."""
+    found = Topics(namespace=new_namespace())
     await create_topics(broker.bootstrap, found.specs(num_partitions=NUM_PARTITIONS))
     return found
 
 
 @pytest.fixture
-async def producer(broker: BrokerProcess) -> AsyncIterator[Producer]:
+async def producer(broker: RunningBroker) -> AsyncIterator[Producer]:
     async with Producer(broker.bootstrap) as found:
         yield found
 
@@ -49,7 +50,7 @@ async def producer(broker: BrokerProcess) -> AsyncIterator[Producer]:
 class Healer:
     """A healer process of a test's namespace; its output is in a file."""
 
-    def __init__(self, broker: BrokerProcess, topics: Topics, folder: Path) -> None:
+    def __init__(self, broker: RunningBroker, topics: Topics, folder: Path) -> None:
         self.output = folder / "healer.log"
         self.environment = {
             **os.environ,
@@ -82,7 +83,7 @@ class Healer:
 
 
 @contextmanager
-def healer_process(broker: BrokerProcess, topics: Topics, folder: Path) -> Iterator[Healer]:
+def healer_process(broker: RunningBroker, topics: Topics, folder: Path) -> Iterator[Healer]:
     healer = Healer(broker, topics, folder)
     try:
         yield healer
@@ -92,7 +93,7 @@ def healer_process(broker: BrokerProcess, topics: Topics, folder: Path) -> Itera
 
 
 @pytest.fixture
-def healer(broker: BrokerProcess, topics: Topics, tmp_path: Path) -> Iterator[Healer]:
+def healer(broker: RunningBroker, topics: Topics, tmp_path: Path) -> Iterator[Healer]:
     with healer_process(broker, topics, tmp_path) as found:
         yield found
 
@@ -102,17 +103,17 @@ async def publish(producer: Producer, topics: Topics, events: Iterable[Event]) -
         await producer.send(topics.events, key=event.rollout_id, message=event)
 
 
-async def read(broker: BrokerProcess, topic: str) -> list[Record]:
+async def read(broker: RunningBroker, topic: str) -> list[Record]:
     async with reader_from_start(broker.bootstrap, topic) as reader:
         return [record async for record in reader.read_to_end()]
 
 
-async def decoded(broker: BrokerProcess, topic: str, kind: type[M]) -> list[M]:
+async def decoded(broker: RunningBroker, topic: str, kind: type[M]) -> list[M]:
     return [codec.decode(kind, record.value or b"") for record in await read(broker, topic)]
 
 
 async def until(
-    broker: BrokerProcess, topic: str, kind: type[M], is_enough: Callable[[list[M]], bool]
+    broker: RunningBroker, topic: str, kind: type[M], is_enough: Callable[[list[M]], bool]
 ) -> list[M]:
     """The messages of a topic as soon as there are enough of them."""
     deadline = time.monotonic() + DEADLINE_S
@@ -124,7 +125,7 @@ async def until(
     raise AssertionError(f"{topic}: not enough after {DEADLINE_S} s: {found}")
 
 
-async def replayed(broker: BrokerProcess, topics: Topics) -> list[Trajectory]:
+async def replayed(broker: RunningBroker, topics: Topics) -> list[Trajectory]:
     """The trajectories that the log gives when it is folded from its start, without revisions."""
     folds = {p: PartitionFold(topics.events, p) for p in range(NUM_PARTITIONS)}
     return [
@@ -151,7 +152,7 @@ def rollout(rollout_id: str, num_turns: int = 3) -> list[Event]:
 
 @pytest.mark.field_case("verl#7579")
 async def test_a_healer_killed_again_and_again_writes_each_trajectory_once(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     num_rollouts = 120
     events = interleaved([rollout(f"r{n:03d}", 1 + n % 5) for n in range(num_rollouts)])
@@ -192,7 +193,7 @@ def has_more_than(number: int, found: list[Trajectory]) -> bool:
 
 
 async def test_a_restart_writes_nothing_again_and_reads_from_the_oldest_open_rollout(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start()
     await publish(producer, topics, [*rollout("a"), *rollout("b")[:-1]])
@@ -206,7 +207,7 @@ async def test_a_restart_writes_nothing_again_and_reads_from_the_oldest_open_rol
 
 
 async def test_a_rollout_that_is_delivered_again_after_a_restart_writes_nothing(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     events = [started("a", group_id="g-a", deadline_at=time.time() + 60), *rollout("a")[1:]]
     healer.start()
@@ -221,7 +222,7 @@ async def test_a_rollout_that_is_delivered_again_after_a_restart_writes_nothing(
 
 
 async def test_a_healer_whose_position_kafka_forgot_writes_nothing_again(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     await publish(producer, topics, rollout("a"))
     for trajectory in await replayed(broker, topics):
@@ -239,7 +240,7 @@ async def test_a_healer_whose_position_kafka_forgot_writes_nothing_again(
 
 @pytest.mark.field_case("rllm#586")
 async def test_a_passed_deadline_becomes_an_event_and_closes_the_rollout(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     events = rollout("gone")
     begun = started("gone", group_id="g-gone", deadline_at=time.time() - 1)
@@ -255,7 +256,7 @@ async def test_a_passed_deadline_becomes_an_event_and_closes_the_rollout(
 
 
 async def test_a_rollout_that_ended_in_the_log_is_not_aborted_however_late_it_is_read(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     events = rollout("slow")
     begun = started("slow", group_id="g-slow", deadline_at=time.time() - 100)
@@ -266,7 +267,7 @@ async def test_a_rollout_that_ended_in_the_log_is_not_aborted_however_late_it_is
 
 
 async def test_what_is_no_event_goes_to_the_dead_letters_and_the_healer_goes_on(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start()
     ack = await producer.send_raw(topics.events, key=b"r1", value=b"\xc1 no event")
@@ -283,7 +284,7 @@ async def test_what_is_no_event_goes_to_the_dead_letters_and_the_healer_goes_on(
 
 
 async def test_json_events_from_another_language_make_the_same_rows(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start()
     lines = [
@@ -307,7 +308,7 @@ async def test_json_events_from_another_language_make_the_same_rows(
 
 
 async def test_a_revised_reward_supersedes_a_trajectory_that_was_released(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start()
     await publish(producer, topics, rollout("r1"))
@@ -326,7 +327,7 @@ async def test_a_revised_reward_supersedes_a_trajectory_that_was_released(
 
 
 async def test_a_second_healer_takes_over_and_the_first_ends_with_one_clear_line(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer, tmp_path: Path
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer, tmp_path: Path
 ) -> None:
     older = healer.start()
     await publish(producer, topics, rollout("a"))
@@ -350,8 +351,9 @@ async def test_a_second_healer_takes_over_and_the_first_ends_with_one_clear_line
 
 
 async def test_a_broker_that_was_killed_is_waited_for(
-    broker: BrokerProcess, topics: Topics, healer: Healer
+    killable_broker: BrokerProcess, topics: Topics, healer: Healer
 ) -> None:
+    broker = killable_broker
     healer.start()
     async with Producer(broker.bootstrap) as producer:
         await publish(producer, topics, [*rollout("a"), *rollout("b")[:-1]])
@@ -366,7 +368,7 @@ async def test_a_broker_that_was_killed_is_waited_for(
 
 
 async def test_a_healer_that_is_asked_to_stop_ends_well_and_has_committed_its_place(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     process = healer.start()
     await publish(producer, topics, [*rollout("a"), started("b"), *rollout("c")[:2]])
@@ -380,7 +382,7 @@ async def test_a_healer_that_is_asked_to_stop_ends_well_and_has_committed_its_pl
     assert "Traceback" not in healer.said()
 
 
-async def wait_for_progress(broker: BrokerProcess, topics: Topics, ends: dict[int, int]) -> None:
+async def wait_for_progress(broker: RunningBroker, topics: Topics, ends: dict[int, int]) -> None:
     """Wait until the healer has committed that it went through all of the log."""
     deadline = time.monotonic() + DEADLINE_S
     async with Reader(broker.bootstrap, group=f"{topics.namespace}-healer") as reader:
@@ -420,7 +422,7 @@ def test_a_deadline_has_one_event_id_however_often_it_is_noticed() -> None:
 
 @pytest.mark.field_case("prime-rl#2786")
 async def test_a_turn_with_unusable_counts_goes_to_the_dead_letters_and_marks_its_rollout(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start()
     good = rollout("r1", 1)
@@ -435,7 +437,7 @@ async def test_a_turn_with_unusable_counts_goes_to_the_dead_letters_and_marks_it
 
 
 async def test_each_healer_of_a_partition_leaves_the_others_alone(
-    broker: BrokerProcess, topics: Topics, producer: Producer, healer: Healer
+    broker: RunningBroker, topics: Topics, producer: Producer, healer: Healer
 ) -> None:
     healer.start(TURNFOLD_PARTITIONS="1")
     async with Reader(broker.bootstrap) as reader:

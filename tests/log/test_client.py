@@ -1,11 +1,11 @@
 """Readers on a real broker."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.log.client import (
     Producer,
     Reader,
@@ -20,23 +20,17 @@ NUM_PARTITIONS = 2
 CONSUMERS = ("trainer", "shadow-trainer", "sft-export", "evaluation")
 
 
-@pytest.fixture(scope="module")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
-        yield broker
-
-
 @pytest.fixture
-async def topic(kafka: BrokerProcess, request: pytest.FixtureRequest) -> str:
-    """An empty topic under the name of the test."""
-    topics = Topics(namespace=request.node.name.removeprefix("test_")[:60])
-    await create_topics(kafka.bootstrap, topics.specs(num_partitions=NUM_PARTITIONS))
+async def topic(broker: RunningBroker, new_namespace: Callable[[], str]) -> str:
+    """An empty topic."""
+    topics = Topics(namespace=new_namespace())
+    await create_topics(broker.bootstrap, topics.specs(num_partitions=NUM_PARTITIONS))
     return topics.trajectories
 
 
 @pytest.fixture
-async def producer(kafka: BrokerProcess) -> AsyncIterator[Producer]:
-    async with Producer(kafka.bootstrap) as found:
+async def producer(broker: RunningBroker) -> AsyncIterator[Producer]:
+    async with Producer(broker.bootstrap) as found:
         yield found
 
 
@@ -57,13 +51,13 @@ def numbers(records: list[Record]) -> list[int]:
 
 
 async def test_any_number_of_consumers_read_one_stream_each_at_its_own_pace(
-    kafka: BrokerProcess, topic: str, producer: Producer
+    broker: RunningBroker, topic: str, producer: Producer
 ) -> None:
     await append(producer, topic, 0, 40)
     found: dict[str, list[Record]] = {name: [] for name in CONSUMERS}
 
     async def consume(name: str, num_at_once: int, is_restarted: bool) -> None:
-        async with Reader(kafka.bootstrap) as reader:
+        async with Reader(broker.bootstrap) as reader:
             await reader.assign_from_start([topic])
             while len(found[name]) < 80:
                 found[name] += await reader.poll(max_records=num_at_once)
@@ -84,20 +78,20 @@ async def test_any_number_of_consumers_read_one_stream_each_at_its_own_pace(
 
 
 async def test_a_reader_leaves_no_position_for_another(
-    kafka: BrokerProcess, topic: str, producer: Producer
+    broker: RunningBroker, topic: str, producer: Producer
 ) -> None:
     await append(producer, topic, 0, 10)
-    async with reader_from_start(kafka.bootstrap, topic) as reader:
+    async with reader_from_start(broker.bootstrap, topic) as reader:
         assert numbers([record async for record in reader.read_to_end()]) == list(range(10))
-    async with Reader(kafka.bootstrap, group="anybody") as other:
+    async with Reader(broker.bootstrap, group=topic) as other:
         assert await other.committed(topic, 0) is None
 
 
 async def test_batches_hold_what_single_records_hold(
-    kafka: BrokerProcess, topic: str, producer: Producer
+    broker: RunningBroker, topic: str, producer: Producer
 ) -> None:
     await append(producer, topic, 0, 30)
-    async with reader_from_start(kafka.bootstrap, topic) as reader:
+    async with reader_from_start(broker.bootstrap, topic) as reader:
         records = [
             record for batch in [b async for b in reader.batches_to_end()] for record in batch
         ]
@@ -105,20 +99,20 @@ async def test_batches_hold_what_single_records_hold(
 
 
 async def test_the_offset_of_a_time_is_that_of_the_first_record_not_before_it(
-    kafka: BrokerProcess, topic: str, producer: Producer
+    broker: RunningBroker, topic: str, producer: Producer
 ) -> None:
     await append(producer, topic, 0, 10)  # partition 0: 0 s, 2 s, … partition 1: 1 s, 3 s, …
     pairs = [(topic, 0), (topic, 1)]
-    async with Reader(kafka.bootstrap) as reader:
+    async with Reader(broker.bootstrap) as reader:
         assert await reader.offsets_at(pairs, 4.0) == {(topic, 0): 2, (topic, 1): 2}
         assert await reader.offsets_at(pairs, 4.5) == {(topic, 0): 3, (topic, 1): 2}
         assert await reader.offsets_at(pairs, 99.0) == {(topic, 0): 5, (topic, 1): 5}
 
 
 async def test_a_reader_whose_fetching_has_ended_says_so_instead_of_giving_nothing_for_ever(
-    kafka: BrokerProcess, topic: str, producer: Producer, monkeypatch: pytest.MonkeyPatch
+    broker: RunningBroker, topic: str, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with reader_from_start(kafka.bootstrap, topic) as reader:
+    async with reader_from_start(broker.bootstrap, topic) as reader:
         assert await reader.poll() == []
 
         async def send(*_: object, **__: object) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from faststream.kafka import KafkaBroker, KafkaMessage
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.log.client import Producer, Reader, create_topics, reader_from_start
 from turnfold.log.faststream import MessageCodec, commit, message_broker
 from turnfold.schemas import codec
@@ -57,22 +56,16 @@ async def test_only_messages_are_written() -> None:
         await MessageCodec(Task).encode({"run_id": "r"})
 
 
-@pytest.fixture(scope="module")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as running:
-        yield running
-
-
 @pytest.fixture
-async def topics(kafka: BrokerProcess) -> Topics:
-    made = Topics(namespace=f"t{uuid4().hex[:8]}")
-    await create_topics(kafka.bootstrap, made.specs(num_partitions=1))
+async def topics(broker: RunningBroker, new_namespace: Callable[[], str]) -> Topics:
+    made = Topics(namespace=new_namespace())
+    await create_topics(broker.bootstrap, made.specs(num_partitions=1))
     return made
 
 
 @pytest.fixture
-async def producer(kafka: BrokerProcess) -> AsyncIterator[Producer]:
-    async with Producer(kafka.bootstrap) as running:
+async def producer(broker: RunningBroker) -> AsyncIterator[Producer]:
+    async with Producer(broker.bootstrap) as running:
         yield running
 
 
@@ -84,7 +77,7 @@ class Received:
         self.is_committing = True
         self.broker: KafkaBroker = message_broker(bootstrap, kind, topics.dead_letters, logger=None)
 
-        @self.broker.subscriber(topic, group_id="g", auto_offset_reset="earliest")
+        @self.broker.subscriber(topic, group_id=topics.namespace, auto_offset_reset="earliest")
         async def take(body: Any, raw: KafkaMessage) -> None:
             if self.is_committing:
                 await commit(raw)
@@ -95,9 +88,9 @@ class Received:
 
 
 async def test_tokens_arrive_as_they_were_sent(
-    kafka: BrokerProcess, topics: Topics, producer: Producer
+    broker: RunningBroker, topics: Topics, producer: Producer
 ) -> None:
-    received = Received(kafka.bootstrap, topics, Trajectory, topics.trajectories)
+    received = Received(broker.bootstrap, topics, Trajectory, topics.trajectories)
     sent = trajectory("r1")
     async with received.broker:
         await received.broker.start()
@@ -106,12 +99,12 @@ async def test_tokens_arrive_as_they_were_sent(
 
 
 async def test_what_a_handler_did_not_commit_comes_again(
-    kafka: BrokerProcess, topics: Topics, producer: Producer
+    broker: RunningBroker, topics: Topics, producer: Producer
 ) -> None:
     for name in ("a", "b"):
         await producer.send(topics.tasks, key=name, message=task(name))
     for _ in range(2):
-        received = Received(kafka.bootstrap, topics, Task, topics.tasks)
+        received = Received(broker.bootstrap, topics, Task, topics.tasks)
         received.is_committing = False
         async with received.broker:
             await received.broker.start()
@@ -119,19 +112,19 @@ async def test_what_a_handler_did_not_commit_comes_again(
 
 
 async def test_damaged_records_go_to_the_dead_letters_and_are_not_met_again(
-    kafka: BrokerProcess, topics: Topics, producer: Producer
+    broker: RunningBroker, topics: Topics, producer: Producer
 ) -> None:
     await producer.send_raw(topics.tasks, key=b"k", value=b"1")
     # FastStream decodes headers as text before anybody is asked.
     raw = producer._kafka
     await (await raw.send(topics.tasks, codec.encode(task("x")), headers=[("h", b"\xff")]))
     await producer.send(topics.tasks, key="good", message=task("good"))
-    received = Received(kafka.bootstrap, topics, Task, topics.tasks)
+    received = Received(broker.bootstrap, topics, Task, topics.tasks)
     received.is_committing = False
     async with received.broker:
         await received.broker.start()
         assert (await received.next()).group_id == "good"
-    async with reader_from_start(kafka.bootstrap, topics.dead_letters) as reader:
+    async with reader_from_start(broker.bootstrap, topics.dead_letters) as reader:
         letters = [
             codec.decode(DeadLetter, record.value or b"") async for record in reader.read_to_end()
         ]
@@ -140,5 +133,5 @@ async def test_damaged_records_go_to_the_dead_letters_and_are_not_met_again(
         (1, (("h", b"\xff"),)),
     ]
     assert letters[0].value == b"1"
-    async with Reader(kafka.bootstrap, group="g") as reader:
+    async with Reader(broker.bootstrap, group=topics.namespace) as reader:
         assert await reader.committed(topics.tasks, 0) == (2, "")

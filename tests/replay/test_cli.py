@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from turnfold.assembler.app import run as assemble
 from turnfold.assembler.settings import Settings as AssemblerSettings
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.healer.app import run as heal
 from turnfold.healer.settings import Settings as HealerSettings
 from turnfold.log.client import Producer, create_topics, reader_from_start
@@ -44,6 +44,9 @@ app.command("check")(cli.topics_check)
 app.command("export")(cli.log_export)
 app.command("import")(cli.log_import)
 app.command("doctor")(cli.doctor)
+
+
+NewNamespace = Callable[..., str]
 
 
 class Namespace:
@@ -76,22 +79,22 @@ class Namespace:
         return asyncio.run(read())
 
 
-def namespace(broker: BrokerProcess, name: str) -> Namespace:
+def namespace(broker: RunningBroker, name: str) -> Namespace:
     made = Namespace(broker.bootstrap, name)
     asyncio.run(create_topics(made.bootstrap, made.topics.specs(num_partitions=2)))
     return made
 
 
 @pytest.fixture
-def fresh(broker: BrokerProcess, request: pytest.FixtureRequest) -> Namespace:
-    """Empty topics under the name of the test."""
-    return namespace(broker, request.node.name.removeprefix("test_")[:60])
+def fresh(broker: RunningBroker, new_namespace: NewNamespace) -> Namespace:
+    """Empty topics."""
+    return namespace(broker, new_namespace("fresh"))
 
 
 @pytest.fixture(scope="module")
-def done(broker: BrokerProcess) -> Namespace:
+def done(broker: RunningBroker, new_namespace: NewNamespace) -> Namespace:
     """A namespace in which a healer and an assembler have done their work on nine rollouts."""
-    made = namespace(broker, "done")
+    made = namespace(broker, new_namespace("done"))
     asyncio.run(_publish(made, [event for index in range(8) for event in rollout(index)]))
     asyncio.run(_publish(made, [revised("g0-00", reward=0.25), *rollout(9)[:-1]]))
     asyncio.run(_let_services_work(made))
@@ -288,29 +291,30 @@ def test_a_log_refolds_beside_the_old_trajectories_and_the_difference_is_shown(
 ) -> None:
     tree = tmp_path / "tree.jsonl"
     assert done("refold", "--mode", "tree", "--out", str(tree)).exit_code == 0
-    shown = done("diff", "done", str(tree), "--tokens")
+    shown = done("diff", done.name, str(tree), "--tokens")
     assert "6 sampled tokens: dropped (orphan) → trained" in shown.output
     assert "only right: row 0 of 7 tokens" in shown.output
-    assert done("diff", "done", str(tree), "--check").exit_code == 1
+    assert done("diff", done.name, str(tree), "--check").exit_code == 1
     same = tmp_path / "same.msgpack"
     done("refold", "--mode", "linear", "--out", str(same))
-    assert done("diff", "done", str(same), "--check").exit_code == 0
+    assert done("diff", done.name, str(same), "--check").exit_code == 0
 
 
 def test_a_log_refolds_with_another_reward_into_another_namespace_once(
-    done: Namespace, tmp_path: Path
+    done: Namespace, tmp_path: Path, new_namespace: NewNamespace
 ) -> None:
+    rescored = new_namespace("rescored")
     (tmp_path / "rewards.py").write_text("def score(t):\n    return 10.0 + t.num_turns\n")
-    command = ("refold", "--reward", f"{tmp_path / 'rewards.py'}:score", "--to", "rescored")
-    assert "9 written to rescored, 0 were there already" in done(*command).output
-    assert "0 written to rescored, 9 were there already" in done(*command).output
-    refused = done("refold", "--mode", "tree", "--to", "rescored").exception
+    command = ("refold", "--reward", f"{tmp_path / 'rewards.py'}:score", "--to", rescored)
+    assert f"9 written to {rescored}, 0 were there already" in done(*command).output
+    assert f"0 written to {rescored}, 9 were there already" in done(*command).output
+    refused = done("refold", "--mode", "tree", "--to", rescored).exception
     assert isinstance(refused, UserError)
-    assert "rescored.trajectories holds another trajectory of rollout" in str(refused)
-    shown = done("diff", "done", "rescored").output
+    assert f"{rescored}.trajectories holds another trajectory of rollout" in str(refused)
+    shown = done("diff", done.name, rescored).output
     assert "1 rollouts the same, 7 changed (7 in reward)" in shown
     assert "the namespace of the log itself" in str(
-        done("refold", "--mode", "tree", "--to", "done").exception
+        done("refold", "--mode", "tree", "--to", done.name).exception
     )
 
 
@@ -333,17 +337,17 @@ def test_one_rollout_can_be_exported_for_a_bug_report(done: Namespace, tmp_path:
 
 
 def test_an_imported_log_replays_to_the_same_trajectories(
-    done: Namespace, broker: BrokerProcess, tmp_path: Path
+    done: Namespace, broker: RunningBroker, tmp_path: Path, new_namespace: NewNamespace
 ) -> None:
     path = tmp_path / "log.tflog"
     done("export", str(path), "--events-only")
-    copy = Namespace(broker.bootstrap, "copy")
+    copy = Namespace(broker.bootstrap, new_namespace("copy"))
     assert copy("import", str(path)).exit_code == 0
     exported = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     done("replay", "--mode", "linear", "--out", str(exported[0]))
     assert copy("replay", "--mode", "linear", "--out", str(exported[1])).exit_code == 0
     assert rows_in(exported[0]) == rows_in(exported[1])
-    with pytest.raises(UserError, match=r"topic copy\.events is not empty"):
+    with pytest.raises(UserError, match=f"topic {copy.name}.events is not empty"):
         raise copy("import", str(path)).exception or AssertionError("it was imported twice")
 
 
@@ -405,18 +409,20 @@ def test_a_line_that_is_no_event_is_named_and_the_lines_before_it_are_published(
     assert len(fresh.read(fresh.topics.events)) == 1
 
 
-def test_topics_are_created_once_and_checked(broker: BrokerProcess) -> None:
-    made = Namespace(broker.bootstrap, "made-by-command")
+def test_topics_are_created_once_and_checked(
+    broker: RunningBroker, new_namespace: NewNamespace
+) -> None:
+    made = Namespace(broker.bootstrap, new_namespace("made-by-command"))
     missing = made("check")
     assert missing.exit_code == 1
-    assert "made-by-command.events: does not exist" in missing.output
+    assert f"{made.name}.events: does not exist" in missing.output
     created = made("create", "--partitions", "3", "--retention-hours", "24")
-    assert "created made-by-command.events" in created.output
+    assert f"created {made.name}.events" in created.output
     assert "all 6 topics are as they should be" in created.output
     assert made("check", "--partitions", "3", "--retention-hours", "24").exit_code == 0
     other = made("check", "--partitions", "5")
     assert other.exit_code == 1
-    assert "made-by-command.events: partitions: expected 5, found 3" in other.output
+    assert f"{made.name}.events: partitions: expected 5, found 3" in other.output
     assert "created" not in made("create", "--partitions", "3").output
 
 
@@ -447,8 +453,10 @@ def test_the_doctor_says_what_to_do_about_what_is_missing(tmp_path: Path) -> Non
     assert "http://127.0.0.1:1/readyz" in result.output
 
 
-def test_without_topics_the_doctor_advises_to_create_them(broker: BrokerProcess) -> None:
-    result = Namespace(broker.bootstrap, "not-there")("doctor")
+def test_without_topics_the_doctor_advises_to_create_them(
+    broker: RunningBroker, new_namespace: NewNamespace
+) -> None:
+    result = Namespace(broker.bootstrap, new_namespace("not-there"))("doctor")
     assert result.exit_code == 1
     assert "turnfold topics create" in result.output
     assert os.environ.get("TURNFOLD_NAMESPACE") is None

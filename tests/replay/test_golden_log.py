@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnfold.healer.partition import decode_event
+from turnfold.healer.recorded import decode_event
 from turnfold.log.records import Record
 from turnfold.replay.compare import named
 from turnfold.replay.logfile import LogReader

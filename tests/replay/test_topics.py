@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -9,7 +10,7 @@ from aiokafka.admin.records_to_delete import RecordsToDelete
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.healer.records import trajectory_record
 from turnfold.log.client import Producer, create_topics
 from turnfold.replay.topics.cli import topics_check
@@ -46,7 +47,7 @@ def cut(rollout_id: str, partition: int, offset: int) -> BatchCut:
     )
 
 
-async def publish_an_old_batch(broker: BrokerProcess, topics: Topics) -> TopicPartition:
+async def publish_an_old_batch(broker: RunningBroker, topics: Topics) -> TopicPartition:
     """A batch that nobody has trained, of a rollout that was written 20 minutes ago, and where."""
     await create_topics(broker.bootstrap, topics.specs(2, retention_ms=HALF_AN_HOUR_MS))
     record = trajectory_record(trajectory("r1"))
@@ -63,7 +64,7 @@ async def publish_an_old_batch(broker: BrokerProcess, topics: Topics) -> TopicPa
     return TopicPartition(topics.trajectories, ack.partition)
 
 
-async def expire(broker: BrokerProcess, place: TopicPartition) -> None:
+async def expire(broker: RunningBroker, place: TopicPartition) -> None:
     """What retention does to the first record of a partition, without the wait."""
     admin = AIOKafkaAdminClient(bootstrap_servers=broker.bootstrap)
     await admin.start()
@@ -71,29 +72,33 @@ async def expire(broker: BrokerProcess, place: TopicPartition) -> None:
     await admin.close()
 
 
-def checked(broker: BrokerProcess, namespace: str) -> Result:
+def checked(broker: RunningBroker, namespace: str) -> Result:
     app = Typer()
     app.command()(topics_check)
     options = ["--partitions", "2", "--retention-hours", "0.5", "--namespace", namespace]
     return CliRunner().invoke(app, [*options, "--bootstrap", broker.bootstrap])
 
 
-def test_rows_of_an_untrained_batch_that_expire_soon_are_warned_of(broker: BrokerProcess) -> None:
-    asyncio.run(publish_an_old_batch(broker, Topics(namespace="expiring")))
-    result = checked(broker, "expiring")
+def test_rows_of_an_untrained_batch_that_expire_soon_are_warned_of(
+    broker: RunningBroker, new_namespace: Callable[..., str]
+) -> None:
+    expiring = new_namespace("expiring")
+    asyncio.run(publish_an_old_batch(broker, Topics(namespace=expiring)))
+    result = checked(broker, expiring)
     assert "warning: batch 1 of run default, not trained yet, names rollout r1" in result.output
     assert "keeps it 0.5 h, so it may go in" in result.output
     assert result.exit_code == 0
 
 
 def test_rows_of_an_untrained_batch_that_have_expired_are_named_and_fail_the_check(
-    broker: BrokerProcess,
+    broker: RunningBroker, new_namespace: Callable[..., str]
 ) -> None:
-    place = asyncio.run(publish_an_old_batch(broker, Topics(namespace="expired")))
+    expired = new_namespace("expired")
+    place = asyncio.run(publish_an_old_batch(broker, Topics(namespace=expired)))
     asyncio.run(expire(broker, place))
-    result = checked(broker, "expired")
+    result = checked(broker, expired)
     assert (
         "LOST: batch 1 of run default, not trained yet, names rollout r1 at "
-        f"expired.trajectories/{place.partition}@0, which has expired"
+        f"{expired}.trajectories/{place.partition}@0, which has expired"
     ) in result.output
     assert result.exit_code == 1

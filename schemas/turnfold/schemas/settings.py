@@ -9,7 +9,7 @@ load(Settings, os.environ, bootstrap="kafka:9")   an option wins over the enviro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -18,6 +18,9 @@ from turnfold.schemas.errors import UserError
 PREFIX = "TURNFOLD_"
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+Secret = Annotated[str, msgspec.Meta(extra={"is_secret": True})]
+"""Type of a setting that no repr and no error may show."""
 
 
 class SettingsError(UserError, ValueError):
@@ -58,7 +61,14 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
+def is_secret(kind: Any) -> bool:
+    """Whether a field of this type holds a secret."""
+    return bool(kind == Secret)
+
+
 def _converted(text: str, kind: Any, name: str) -> Any:
+    if kind in (str, Secret):  # as it is: a password may begin with a brace
+        return text
     is_json = text.lstrip().startswith(("[", "{"))  # lists and mappings are written as JSON
     try:
         if is_json:

@@ -15,6 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from turnfold.schemas.batches import (
+    BatchCut,
+    EvaluationCompleted,
+    GroupDropped,
+    GroupEvaluated,
+    GroupRef,
+    Positions,
+)
 from turnfold.schemas.events import (
     Event,
     RewardRevised,
@@ -25,6 +33,7 @@ from turnfold.schemas.events import (
     TurnFailed,
     VersionSpan,
 )
+from turnfold.schemas.policies import PolicyServed
 from turnfold.schemas.tasks import Task
 from turnfold.schemas.trajectories import Ledger, Row, Source, Trajectory, TurnLedger, TurnSpan
 from turnfold.schemas.wire import Logprobs, LossMask, TokenIds
@@ -249,6 +258,58 @@ def task(group_id: str = "g1", *, n: int = 2, dispatch_index: int = 0, **fields:
     """A dispatched group."""
     defaults: dict[str, Any] = {"run_id": "default", "task_id": "task-0", "payload": {}}
     return Task(group_id=group_id, n=n, dispatch_index=dispatch_index, **{**defaults, **fields})
+
+
+def served(policy_version: int, run_id: str = "default") -> PolicyServed:
+    """Every engine serves this version."""
+    return PolicyServed(run_id=run_id, policy_version=policy_version)
+
+
+def cut(index: int, *group_ids: str, run_id: str = "default") -> BatchCut:
+    """A batch of these groups, without their rollouts."""
+    groups = tuple(GroupRef(group_id=name, dispatch_index=0, rollouts=()) for name in group_ids)
+    return BatchCut(run_id=run_id, index=index, groups=groups, **_UNDATED)
+
+
+def dropped(group_id: str, reason: str, run_id: str = "default") -> GroupDropped:
+    """A group that is in no batch."""
+    return GroupDropped(
+        run_id=run_id, group_id=group_id, dispatch_index=0, reason=reason, **_UNDATED
+    )
+
+
+def evaluated(sent: Task, *, is_retried: bool = False, run_id: str = "default") -> GroupEvaluated:
+    """The score of an evaluation task, without its rollouts."""
+    assert sent.evaluation is not None, f"task {sent.group_id} is no evaluation"
+    return GroupEvaluated(
+        run_id=run_id,
+        group_id=sent.group_id,
+        cursor=sent.cursor,
+        attempt=sent.attempt,
+        evaluation=sent.evaluation,
+        rollouts=(),
+        is_retried=is_retried,
+        **_UNDATED,
+    )
+
+
+def completed(version: int, num_tasks: int = 3, run_id: str = "default") -> EvaluationCompleted:
+    """The end of an evaluation round, of one rollout a task."""
+    return EvaluationCompleted(
+        run_id=run_id,
+        version=version,
+        num_tasks=num_tasks,
+        num_scored=num_tasks,
+        num_rollouts=num_tasks,
+        **_UNDATED,
+    )
+
+
+_UNDATED: dict[str, Any] = {
+    "positions": Positions(tasks={}, trajectories={}),
+    "at": 0.0,
+    "config_digest": "",
+}
 
 
 def _one_version(policy_version: int | None, num_tokens: int) -> tuple[VersionSpan, ...]:

@@ -65,8 +65,8 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
     try:
         # Fence an older assembler before reading: then nothing of it can come after what is read.
         async with (
-            Producer(settings.bootstrap, transactional_id=name) as producer,
-            Reader(settings.bootstrap, group=name) as reader,
+            Producer(settings, transactional_id=name) as producer,
+            Reader(settings, group=name) as reader,
         ):
             await _Assembler(settings, config, producer, reader, name).run(health, stop)
     except FENCED as error:

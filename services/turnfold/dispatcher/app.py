@@ -52,8 +52,8 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
     try:
         # Fence an older dispatcher before reading: then nothing of it can come after what is read.
         async with (
-            Producer(settings.bootstrap, transactional_id=name) as producer,
-            Reader(settings.bootstrap) as reader,
+            Producer(settings, transactional_id=name) as producer,
+            Reader(settings) as reader,
         ):
             await _Dispatcher(settings, config, dataset, evaluated, producer, reader).run(
                 health, stop

@@ -91,7 +91,7 @@ async def run(settings: Settings, health: Health, stop: asyncio.Event) -> None:
 
 async def _owned_partitions(settings: Settings) -> list[int]:
     topics = settings.topics
-    async with Reader(settings.bootstrap) as reader:
+    async with Reader(settings) as reader:
         for topic in (topics.trajectories, topics.dead_letters):
             await reader.partitions(topic)  # MissingTopic now, and not at the first result
         return settings.owned(await reader.partitions(topics.events))
@@ -188,8 +188,8 @@ class PartitionHealer:
         # position read after it is final.
         name = f"{self.group}-{self.partition}"
         async with (
-            Producer(self.settings.bootstrap, transactional_id=name) as producer,
-            Reader(self.settings.bootstrap, group=self.group) as reader,
+            Producer(self.settings, transactional_id=name) as producer,
+            Reader(self.settings, group=self.group) as reader,
         ):
             await self._restore(reader)
             next_look = next_commit = 0.0
@@ -241,7 +241,7 @@ class PartitionHealer:
         Kafka forgets the position of a healer that was stopped for a week; they are the memory then.
         """
         found = set()
-        async with Reader(self.settings.bootstrap) as reader:
+        async with Reader(self.settings) as reader:
             await reader.assign_from_start([self.topics.trajectories])
             async for record in reader.read_to_end():
                 headers = {name: value.decode() for name, value in record.headers}
@@ -298,7 +298,7 @@ class PartitionHealer:
             return outcomes
         revisions = Revisions(o.rollout_id for o in wanted.values())
         place, revised = (self.topic, self.partition), list[Outcome]()
-        async with Reader(self.settings.bootstrap) as reader:
+        async with Reader(self.settings) as reader:
             await reader.assign(await reader.start_offsets([place]))
             async for record in reader.read_to_end():
                 trajectory = revisions.feed(record)

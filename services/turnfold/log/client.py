@@ -18,15 +18,19 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
     InvalidProducerEpoch,
-    KafkaConnectionError,
     KafkaError,
-    NodeNotReadyError,
     ProducerFenced,
     TopicAlreadyExistsError,
+    UnknownTopicOrPartitionError,
     for_code,
 )
 
-from turnfold.log.records import Record as Record  # also part of this module's interface
+from turnfold.log.connection import client_options, settings_of
+from turnfold.log.diagnosis import BrokerUnavailable as BrokerUnavailable
+from turnfold.log.diagnosis import NotLetIn as NotLetIn
+from turnfold.log.diagnosis import why_not_started
+from turnfold.log.records import Record as Record  # as both errors, part of this module's interface
+from turnfold.log.settings import Kafka, KafkaSettings
 from turnfold.schemas import codec
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.errors import UserError
@@ -38,17 +42,6 @@ logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 # The request that carries the largest message is a little larger than the message.
 _MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024 * 1024
-
-
-class BrokerUnavailable(UserError):
-    """No broker answers at the address; the text says what to do."""
-
-    def __init__(self, bootstrap: str, cause: object = "") -> None:
-        detail = f" ({cause})" if str(cause) else ""
-        super().__init__(
-            f"no Kafka broker answers at {bootstrap}{detail}: start one with "
-            "`turnfold broker --data ./data`, or set TURNFOLD_BOOTSTRAP"
-        )
 
 
 class MissingTopic(UserError):
@@ -84,16 +77,16 @@ class Ack(msgspec.Struct, frozen=True):
 class Producer:
     """Idempotent producer; with a `transactional_id` a fenced, transactional one.
 
-    async with Producer(bootstrap) as producer:
+    async with Producer(kafka) as producer:
         ack = await producer.send(topics.events, key="r1", message=event)
 
-    Raises BrokerUnavailable when nobody answers.
+    Raises BrokerUnavailable when nobody answers, NotLetIn when a broker wants other credentials.
     """
 
-    def __init__(self, bootstrap: str, *, transactional_id: str | None = None) -> None:
-        self.bootstrap = bootstrap
+    def __init__(self, kafka: Kafka, *, transactional_id: str | None = None) -> None:
+        self._settings = settings_of(kafka)
         self._kafka = AIOKafkaProducer(
-            bootstrap_servers=bootstrap,
+            **client_options(kafka),
             enable_idempotence=True,
             acks="all",
             transactional_id=transactional_id,
@@ -104,7 +97,7 @@ class Producer:
         )
 
     async def __aenter__(self) -> Self:
-        await _start(self._kafka, self.bootstrap)
+        await _start(self._kafka, self._settings)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -178,7 +171,7 @@ class Producer:
 class Reader:
     """Reads assigned partitions from given positions, committed records only.
 
-    async with Reader(bootstrap, {("turnfold.events", 0): 17}) as reader:
+    async with Reader(kafka, {("turnfold.events", 0): 17}) as reader:
         records = await reader.poll()        # [] when nothing came within the timeout
 
     Positions may lie outside the log: an offset that was deleted raises LookupError naming it.
@@ -186,15 +179,15 @@ class Reader:
 
     def __init__(
         self,
-        bootstrap: str,
+        kafka: Kafka,
         positions: Mapping[tuple[str, int], int] | None = None,
         *,
         group: str | None = None,
     ) -> None:
-        self.bootstrap = bootstrap
+        self._settings = settings_of(kafka)
         self._positions = dict(positions or {})
         self._kafka = AIOKafkaConsumer(
-            bootstrap_servers=bootstrap,
+            **client_options(kafka),
             group_id=group,
             enable_auto_commit=False,
             auto_offset_reset="none",
@@ -205,7 +198,7 @@ class Reader:
         )
 
     async def __aenter__(self) -> Self:
-        await _start(self._kafka, self.bootstrap)
+        await _start(self._kafka, self._settings)
         if self._positions:
             await self.assign(self._positions)
         return self
@@ -291,7 +284,7 @@ class Reader:
         """aiokafka only logs what ended its fetching; from then on nothing would ever come."""
         fetching = self._kafka._fetcher.error_future
         if fetching.done() and not fetching.cancelled():
-            raise ReadingEnded(self.bootstrap, fetching.exception())
+            raise ReadingEnded(self._settings.bootstrap, fetching.exception())
 
     async def read_to_end(self) -> AsyncGenerator[Record]:
         """Every record up to the ends that the assigned partitions have now."""
@@ -316,9 +309,9 @@ class Reader:
 
 
 @asynccontextmanager
-async def reader_from_start(bootstrap: str, *topics: str) -> AsyncIterator[Reader]:
+async def reader_from_start(kafka: Kafka, *topics: str) -> AsyncIterator[Reader]:
     """A reader at the start of all partitions of these topics."""
-    async with Reader(bootstrap) as reader:
+    async with Reader(kafka) as reader:
         await reader.assign_from_start(topics)
         yield reader
 
@@ -342,11 +335,11 @@ async def dead_letter(producer: Producer, topic: str, record: Record, reason: st
 
 
 async def create_topics(
-    bootstrap: str, specs: Iterable[TopicSpec], replication: int = 1
+    kafka: Kafka, specs: Iterable[TopicSpec], replication: int = 1
 ) -> list[str]:
     """Create what is missing and return the names created. Raises BrokerUnavailable."""
     created = []
-    async with _admin(bootstrap) as admin:
+    async with _admin(kafka) as admin:
         for spec in specs:
             topic = NewTopic(
                 name=spec.name,
@@ -363,13 +356,23 @@ async def create_topics(
     return created
 
 
-async def topic_differences(bootstrap: str, specs: Iterable[TopicSpec]) -> dict[str, list[str]]:
+async def delete_topics(kafka: Kafka, names: Iterable[str]) -> None:
+    """Delete those of these topics that exist. Raises KafkaError where the broker does not allow it."""
+    async with _admin(kafka) as admin:
+        existing = set(await admin.list_topics())
+        response = await admin.delete_topics([name for name in names if name in existing])
+        for name, code in response.topic_error_codes:
+            if code not in (0, UnknownTopicOrPartitionError.errno):
+                raise for_code(code)(f"cannot delete topic {name}")
+
+
+async def topic_differences(kafka: Kafka, specs: Iterable[TopicSpec]) -> dict[str, list[str]]:
     """What differs from the specs, by topic: `max.message.bytes: expected 33554432, found 1048588`.
 
     An empty list means that the topic is as it should be.
     """
     differences: dict[str, list[str]] = {}
-    async with _admin(bootstrap) as admin:
+    async with _admin(kafka) as admin:
         existing = set(await admin.list_topics())
         for spec in specs:
             if spec.name not in existing:
@@ -379,10 +382,10 @@ async def topic_differences(bootstrap: str, specs: Iterable[TopicSpec]) -> dict[
     return differences
 
 
-async def topic_configs(bootstrap: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+async def topic_configs(kafka: Kafka, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The settings that these topics have now; topics that do not exist are left out."""
     found: dict[str, dict[str, str]] = {}
-    async with _admin(bootstrap) as admin:
+    async with _admin(kafka) as admin:
         existing = set(await admin.list_topics())
         for name in names:
             if name in existing:
@@ -410,24 +413,23 @@ async def _differences(admin: AIOKafkaAdminClient, spec: TopicSpec) -> list[str]
 
 
 @asynccontextmanager
-async def _admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=20_000)
+async def _admin(kafka: Kafka) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**client_options(kafka), request_timeout_ms=20_000)
     try:
-        await _start(admin, bootstrap)
+        await _start(admin, settings_of(kafka))
         yield admin
     finally:
         await admin.close()
 
 
-async def _start(client: Any, bootstrap: str) -> None:
+async def _start(client: Any, settings: KafkaSettings) -> None:
+    """Raises BrokerUnavailable, or NotLetIn where a broker answers that wants something else."""
     try:
         await client.start()
-    except (KafkaConnectionError, NodeNotReadyError, OSError) as error:
+    except (KafkaError, OSError) as error:
         stop = getattr(client, "stop", None) or client.close
         await stop()
-        raise BrokerUnavailable(bootstrap) from error
-    except KafkaError as error:
-        raise BrokerUnavailable(bootstrap, error) from error
+        raise await why_not_started(settings, error) from error
 
 
 def _record(raw: Any) -> Record:
@@ -442,12 +444,12 @@ def _record(raw: Any) -> Record:
     )
 
 
-async def wait_for_topics(bootstrap: str, topics: Iterable[str], deadline_s: float) -> None:
+async def wait_for_topics(kafka: Kafka, topics: Iterable[str], deadline_s: float) -> None:
     """Return when all topics exist, or raise MissingTopic after `deadline_s` seconds."""
     end = asyncio.get_running_loop().time() + deadline_s
     wanted = list(topics)
     while True:
-        async with _admin(bootstrap) as admin:
+        async with _admin(kafka) as admin:
             missing = [topic for topic in wanted if topic not in set(await admin.list_topics())]
         if not missing:
             return

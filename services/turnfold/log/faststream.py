@@ -17,7 +17,10 @@ from fast_depends.msgspec import MsgSpecSerializer
 from faststream import AckPolicy, BaseMiddleware, ContextRepo
 from faststream.kafka import KafkaBroker
 from faststream.message import StreamMessage
+from faststream.security import BaseSecurity, SASLPlaintext, SASLScram256, SASLScram512
 
+from turnfold.log.connection import client_options
+from turnfold.log.settings import Kafka
 from turnfold.schemas import codec
 from turnfold.schemas.dead_letters import DeadLetter
 from turnfold.schemas.topics import MAX_MESSAGE_BYTES
@@ -27,7 +30,7 @@ from turnfold.schemas.wire import decode_packed
 _MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024 * 1024
 
 
-def message_broker(bootstrap: str, kind: Any, dead_letters: str, **options: Any) -> KafkaBroker:
+def message_broker(kafka: Kafka, kind: Any, dead_letters: str, **options: Any) -> KafkaBroker:
     """A FastStream broker for messages of `kind`, a Struct or a union of tagged Structs.
 
         PolicyEvent = PolicyPublished | PolicyServed
@@ -40,9 +43,11 @@ def message_broker(bootstrap: str, kind: Any, dead_letters: str, **options: Any)
 
     A handler commits by itself (AckPolicy.MANUAL): what it has not committed is delivered again
     after a restart. What cannot be decoded goes to the topic `dead_letters`. Topics are never
-    created on the way. `options` go to KafkaBroker.
+    created on the way. `options` go to KafkaBroker. Raises SettingsError as `client_options` does.
     """
+    connection = client_options(kafka)
     settings: dict[str, Any] = {
+        "security": _security(connection),
         "codec": MessageCodec(kind),
         "middlewares": [DeadLetters(dead_letters)],
         "ack_policy": AckPolicy.MANUAL,
@@ -55,7 +60,24 @@ def message_broker(bootstrap: str, kind: Any, dead_letters: str, **options: Any)
         # The codec has already made the handler's argument; this passes it on as it is.
         "serializer": MsgSpecSerializer(use_fastdepends_errors=False, dec_hook=decode_packed),
     }
-    return KafkaBroker(bootstrap.split(","), **(settings | options))
+    return KafkaBroker(connection["bootstrap_servers"].split(","), **(settings | options))
+
+
+_MECHANISMS = {
+    "PLAIN": SASLPlaintext,
+    "SCRAM-SHA-256": SASLScram256,
+    "SCRAM-SHA-512": SASLScram512,
+}
+
+
+def _security(connection: dict[str, Any]) -> BaseSecurity:
+    """TLS and password of `client_options`, as FastStream wants to be told."""
+    tls = connection.get("ssl_context")
+    if "sasl_mechanism" not in connection:
+        return BaseSecurity(ssl_context=tls)
+    mechanism = _MECHANISMS[connection["sasl_mechanism"]]
+    user, password = connection["sasl_plain_username"], connection["sasl_plain_password"]
+    return mechanism(user, password, ssl_context=tls)
 
 
 async def commit(message: StreamMessage[Any]) -> None:

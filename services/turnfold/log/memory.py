@@ -1,13 +1,15 @@
-"""How the C library treats the memory of a process."""
+"""How the C library and Python treat the memory of a process."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from contextlib import suppress
 
 _BLOCK_BYTES = 30 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_ARENA_MAX = -1, -8
 _TRIM_BYTES = 1024 * 1024
+_MANY_OBJECTS = 20_000
 
 
 def keep_freed_memory() -> None:
@@ -33,3 +35,16 @@ def give_back_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
+def seldom_look_for_cycles() -> None:
+    """Have Python's collector spare what is there now, and look at the rest when it is much.
+
+    Call it when everything is loaded: libraries and a model are some 100,000 objects that stay to
+    the end, and a full collection goes through them in 50 ms during which nothing else runs. What a
+    gateway frees holds no cycles: looking for them every 700 objects, as Python does, found none and
+    took 0.9 ms of CPU a turn.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_MANY_OBJECTS, 20, 20)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from turnfold.healer.partition import decode_event
+from turnfold.healer.recorded import decode_event
 from turnfold.healer.rows import FOLD_VERSION
 from turnfold.log.client import Producer, Record, create_topics
+from turnfold.log.settings import Kafka
 from turnfold.replay.client import FileLog, KafkaLog, LogSource, append
 from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
 from turnfold.replay.decisions import Decisions, Verdict
@@ -290,7 +291,7 @@ def _is_selected(record: Record, topics: Topics, selection: Selection) -> bool:
 
 
 async def import_log(
-    path: Path, bootstrap: str, namespace: str, on_progress: OnProgress = lambda _: None
+    path: Path, kafka: Kafka, namespace: str, on_progress: OnProgress = lambda _: None
 ) -> int:
     """Append the records of a file to a broker, under another namespace if need be; how many.
 
@@ -305,10 +306,10 @@ async def import_log(
     with path.open("rb") as file:
         for _ in LogReader(file, str(path)):
             pass
-    target = KafkaLog(bootstrap, namespace)
+    target = KafkaLog(kafka, namespace)
     await _make_empty_topics(target, {names[t]: n for t, n in source.header.topics.items()})
     num_records = 0
-    async with Producer(bootstrap) as producer:
+    async with Producer(kafka) as producer:
         waiting: list[Record] = []
         async for record in source.read(*names):
             waiting.append(record)
@@ -325,7 +326,7 @@ async def _make_empty_topics(target: KafkaLog, num_partitions: dict[str, int]) -
     specs = {spec.name: spec for spec in target.topics.specs()}
     for name, number in num_partitions.items():
         spec = msgspec.structs.replace(specs[name], num_partitions=number)
-        await create_topics(target.bootstrap, [spec])
+        await create_topics(target.kafka, [spec])
     found = await target.num_partitions(num_partitions)
     for name, number in num_partitions.items():
         if found[name] != number:
@@ -338,7 +339,7 @@ async def _make_empty_topics(target: KafkaLog, num_partitions: dict[str, int]) -
 
 
 async def publish(
-    lines: Iterable[str], bootstrap: str, namespace: str, *, is_checked_only: bool = False
+    lines: Iterable[str], kafka: Kafka, namespace: str, *, is_checked_only: bool = False
 ) -> int:
     """Publish one JSON event a line and return how many, each acknowledged.
 
@@ -348,7 +349,7 @@ async def publish(
         return sum(1 for _ in _parsed(lines, "nothing was published"))
     num_published = 0
     topic = Topics(namespace=namespace).events
-    async with Producer(bootstrap) as producer:
+    async with Producer(kafka) as producer:
         for event in _parsed(lines, "the lines before it were published"):
             # The time that the event names, so that a copy of an old log is as old as the log.
             await producer.send_raw(

@@ -184,7 +184,7 @@ def refold(
     settings = settings_of(bootstrap, namespace)
     if to == source.topics.namespace and file is None:
         raise UserError(f"{to} is the namespace of the log itself: write to another one")
-    topic = TrajectoryTopic(settings.bootstrap, to) if to else None
+    topic = TrajectoryTopic(settings, to) if to else None
 
     async def work(advance: Any) -> app.Refolded:
         with replay_app.file_writer(out) as writer:
@@ -235,7 +235,7 @@ def diff(
     from turnfold.replay.rebuild import Selection
 
     settings = settings_of(bootstrap, None)
-    sides = app.Side(left, settings.bootstrap), app.Side(right, settings.bootstrap)
+    sides = app.Side(left, settings), app.Side(right, settings)
     found = asyncio.run(app.diff(*sides, Selection(rollout or (), group or ())))
     shown = found.changes[:limit]
     details = asyncio.run(app.tokens(*sides, shown)) if tokens and shown else {}

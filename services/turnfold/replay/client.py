@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from turnfold.log.client import MissingTopic, Producer, Reader, Record
+from turnfold.log.settings import Kafka
 from turnfold.replay.logfile import LogReader
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.topics import Topics
@@ -67,19 +68,19 @@ class _ReadInBatches(ABC):
 class KafkaLog(_ReadInBatches):
     """The log of a namespace on a broker. Raises BrokerUnavailable and MissingTopic."""
 
-    def __init__(self, bootstrap: str, namespace: str) -> None:
-        self.bootstrap = bootstrap
+    def __init__(self, kafka: Kafka, namespace: str) -> None:
+        self.kafka = kafka
         self.topics = Topics(namespace=namespace)
 
     async def num_records(self, *topics: str) -> int:
-        async with Reader(self.bootstrap) as reader:
+        async with Reader(self.kafka) as reader:
             pairs = [(t, p) for t in topics for p in await reader.partitions(t)]
             starts, ends = await reader.start_offsets(pairs), await reader.end_offsets(pairs)
         return sum(ends[pair] - starts[pair] for pair in pairs)
 
     async def num_partitions(self, topics: Iterable[str]) -> dict[str, int]:
         found = {}
-        async with Reader(self.bootstrap) as reader:
+        async with Reader(self.kafka) as reader:
             for topic in topics:
                 try:
                     found[topic] = len(await reader.partitions(topic))
@@ -93,7 +94,7 @@ class KafkaLog(_ReadInBatches):
         partitions: Collection[int] | None = None,
         starts: Mapping[int, int] = {},
     ) -> AsyncGenerator[list[Record]]:
-        async with Reader(self.bootstrap) as reader:
+        async with Reader(self.kafka) as reader:
             places = [
                 (topic, partition)
                 for topic in topics
@@ -110,7 +111,7 @@ class KafkaLog(_ReadInBatches):
                     yield records
 
     async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
-        async with Reader(self.bootstrap) as reader:
+        async with Reader(self.kafka) as reader:
             places = [(topic, partition) for partition in await reader.partitions(topic)]
             found = await reader.offsets_at(places, at)
         return {partition: offset for (_, partition), offset in found.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from turnfold.healer.partition import decode_event
+from turnfold.healer.recorded import decode_event
 from turnfold.log.records import Record
 from turnfold.replay.assignments import Assignments
 from turnfold.schemas import codec

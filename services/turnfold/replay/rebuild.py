@@ -16,8 +16,8 @@ from turnfold.healer.partition import (
     RestartPoint,
     Revisions,
     RevisionWanted,
-    decode_event,
 )
+from turnfold.healer.recorded import decode_event
 from turnfold.log.records import Record
 from turnfold.replay.ranges import OffsetRanges
 from turnfold.schemas import codec

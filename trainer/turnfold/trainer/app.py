@@ -79,8 +79,8 @@ async def train(
             await in_verl(follow, settings.device)
             return
         async with (
-            PolicyLog(settings.bootstrap, settings.topics, run.run_id) as policies,
-            BatchSource(settings.bootstrap, settings.topics, run) as source,
+            PolicyLog(settings, settings.topics, run.run_id) as policies,
+            BatchSource(settings, settings.topics, run) as source,
         ):
             trainer = Trainer(settings, run, list(overrides), policies, in_verl, in_files)
             try:

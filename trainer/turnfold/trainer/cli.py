@@ -189,7 +189,7 @@ def _explain(settings: Settings, run: RunConfig, words: list[str], ranks: int) -
     schedule = config.check(composed, run, num_ranks=ranks, is_gpu=is_gpu)
 
     async def fetch() -> Batch:
-        async with BatchSource(settings.bootstrap, settings.topics, run) as source:
+        async with BatchSource(settings, settings.topics, run) as source:
             await source.open(after=0)
             return await source.find(int(words[0]))
 

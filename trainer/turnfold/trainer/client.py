@@ -11,6 +11,7 @@ from typing import Self
 
 from turnfold.log.client import Producer, Reader, reader_from_start
 from turnfold.log.records import Record
+from turnfold.log.settings import Kafka
 from turnfold.schemas import codec
 from turnfold.schemas.batches import BatchCut, Decision
 from turnfold.schemas.decisions import DecisionLog
@@ -37,7 +38,7 @@ _MAX_NAMED = 5
 class BatchSource:
     """The batches of a run in order, each with its trajectories.
 
-    async with BatchSource(bootstrap, topics, run) as source:
+    async with BatchSource(kafka, topics, run) as source:
         await source.open(after=7, manifest_digest=…)
         batch = await source.next()         # batch 8; waits until it is cut
 
@@ -45,16 +46,16 @@ class BatchSource:
     the same as everybody's. Raises SourceError when the log does not hold what a manifest names.
     """
 
-    def __init__(self, bootstrap: str, topics: Topics, run: RunConfig) -> None:
-        self._bootstrap, self._topics, self._run = bootstrap, topics, run
+    def __init__(self, kafka: Kafka, topics: Topics, run: RunConfig) -> None:
+        self._kafka, self._topics, self._run = kafka, topics, run
         self._decisions = DecisionLog(run.run_id)
         self._waiting: deque[BatchCut] = deque()
         self._after, self._manifest_digest = 0, ""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._manifests = await stack.enter_async_context(Reader(self._bootstrap))
-            self._trajectories = await stack.enter_async_context(Reader(self._bootstrap))
+            self._manifests = await stack.enter_async_context(Reader(self._kafka))
+            self._trajectories = await stack.enter_async_context(Reader(self._kafka))
             self._stack = stack.pop_all()
         return self
 
@@ -78,7 +79,7 @@ class BatchSource:
 
     async def find(self, index: int) -> Batch:
         """A batch that is cut already. Raises SourceError when it is not."""
-        async with reader_from_start(self._bootstrap, self._topics.batches) as reader:
+        async with reader_from_start(self._kafka, self._topics.batches) as reader:
             async for record in reader.read_to_end():
                 self._take(record)
         for cut in self._waiting:
@@ -196,20 +197,20 @@ async def prefetched(source: BatchSource, depth: int, stop: asyncio.Event) -> As
 class PolicyLog:
     """Versions that were published and served, and the place to publish the next one.
 
-    async with PolicyLog(bootstrap, topics, run_id) as policies:
+    async with PolicyLog(kafka, topics, run_id) as policies:
         policies.published          # newest version on the topic, None when there is none
     """
 
-    def __init__(self, bootstrap: str, topics: Topics, run_id: str) -> None:
-        self._bootstrap, self._topic, self._run_id = bootstrap, topics.policies, run_id
+    def __init__(self, kafka: Kafka, topics: Topics, run_id: str) -> None:
+        self._kafka, self._topic, self._run_id = kafka, topics.policies, run_id
         self.published: int | None = None
         self.served: int | None = None
         """Newest version that every engine confirmed."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._producer = await stack.enter_async_context(Producer(self._bootstrap))
-            self._reader = await stack.enter_async_context(Reader(self._bootstrap))
+            self._producer = await stack.enter_async_context(Producer(self._kafka))
+            self._reader = await stack.enter_async_context(Reader(self._kafka))
             await self._reader.assign_from_start([self._topic])
             async for record in self._reader.read_to_end():
                 self._take(record)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from aiokafka.errors import KafkaError
 
 from turnfold.log.client import BrokerUnavailable, Reader, Record
+from turnfold.log.settings import Kafka
 from turnfold.schemas import codec
 from turnfold.schemas.batches import Decision
 from turnfold.schemas.decisions import group_ids
@@ -22,14 +23,14 @@ OnGroup = Callable[[str], None]
 
 
 @asynccontextmanager
-async def following_decisions(bootstrap: str, topic: str, on_group: OnGroup) -> AsyncIterator[None]:
+async def following_decisions(kafka: Kafka, topic: str, on_group: OnGroup) -> AsyncIterator[None]:
     """Meanwhile, call `on_group` with each group that is put into a batch or dropped.
 
     From the end of the topic on: a group that is taken later cannot have been decided on before,
     unless it is past its deadline, and then it is not run.
     """
-    positions = await _ends(bootstrap, topic)
-    following = asyncio.create_task(_follow(bootstrap, positions, on_group))
+    positions = await _ends(kafka, topic)
+    following = asyncio.create_task(_follow(kafka, positions, on_group))
     try:
         yield
     finally:
@@ -37,16 +38,16 @@ async def following_decisions(bootstrap: str, topic: str, on_group: OnGroup) -> 
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _ends(bootstrap: str, topic: str) -> dict[tuple[str, int], int]:
-    async with Reader(bootstrap) as reader:
+async def _ends(kafka: Kafka, topic: str) -> dict[tuple[str, int], int]:
+    async with Reader(kafka) as reader:
         pairs = [(topic, partition) for partition in await reader.partitions(topic)]
         return await reader.end_offsets(pairs)
 
 
-async def _follow(bootstrap: str, positions: dict[tuple[str, int], int], on_group: OnGroup) -> None:
+async def _follow(kafka: Kafka, positions: dict[tuple[str, int], int], on_group: OnGroup) -> None:
     while True:
         try:
-            async with Reader(bootstrap, positions) as reader:
+            async with Reader(kafka, positions) as reader:
                 while True:
                     for record in await reader.poll():
                         for group_id in _groups_of(record):

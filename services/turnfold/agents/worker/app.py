@@ -52,7 +52,7 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
     # Loading an agent runs its imports, which may take long.
     agent = await asyncio.to_thread(agent_of, settings)
     topics = settings.topics
-    await wait_for_topics(settings.bootstrap, [topics.tasks, topics.batches], _TOPICS_TIMEOUT_S)
+    await wait_for_topics(settings, [topics.tasks, topics.batches], _TOPICS_TIMEOUT_S)
     async with GatewayClient(
         settings.gateway_url, settings.control_key, patience_s=settings.gateway_patience_s
     ) as gateway:
@@ -66,7 +66,7 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
         )
         broker = create_broker(settings, config, worker)
         async with (
-            following_decisions(settings.bootstrap, topics.batches, worker.cancel_group),
+            following_decisions(settings, topics.batches, worker.cancel_group),
             warning_when_blocked(),
         ):
             async with broker:
@@ -84,7 +84,7 @@ def create_broker(settings: Settings, config: RunConfig, worker: Worker) -> Kafk
     # FastStream would log each record; what matters here is logged by the worker itself.
     quiet = logging.getLogger("turnfold.worker.faststream")
     quiet.setLevel(logging.ERROR)
-    broker = message_broker(settings.bootstrap, Task, topics.dead_letters, logger=quiet)
+    broker = message_broker(settings, Task, topics.dead_letters, logger=quiet)
 
     @broker.subscriber(
         topics.tasks,

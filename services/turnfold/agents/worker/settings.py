@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnfold.log.settings import ServiceSettings
+from turnfold.schemas.settings import Secret
 
 
 class Settings(ServiceSettings, frozen=True, kw_only=True):
@@ -16,7 +17,7 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     """Run before the command under the set-up deadline; its failure is the environment's."""
     cleanup_command: str = ""
     """Run after the command, whatever happened, such as `docker rm -f {name}`."""
-    control_key: str
+    control_key: Secret
     """Key of the gateway's control API."""
     gateway_url: str = "http://127.0.0.1:8080"
     """Where the gateway listens, without /v1."""

@@ -1,7 +1,7 @@
 """A development broker: one process that speaks the Kafka protocol and keeps its topics in files.
 
-It exists so that a laptop and a test suite need no cluster. It has one node and no replicas, no access
-control, no TLS and no quotas: in production, use Apache Kafka. What it does have behaves as Kafka's
+It exists so that a laptop, a test suite and a few machines of a trial need no cluster. It has one node and
+no replicas, no quotas and no rights (who may log in may do anything): in production, use Apache Kafka. What it does have behaves as Kafka's
 documentation says: keyed order, idempotent producers, transactions, consumer groups, seeking by offset
 and time, retention, compaction, and no acknowledged record lost when the process is killed.
 
@@ -18,6 +18,7 @@ and time, retention, compaction, and no acknowledged record lost when the proces
     groups            the classic consumer-group protocol
     transactions      the transaction coordinator
     broker            all of the above, as one object
+    login             who may use a connection: SASL
     handlers/         one function for each kind of request
     server            connections, timers, start and stop
     app               starts the process, and explains in one line why it cannot

@@ -34,6 +34,7 @@ class ApiKey(IntEnum):
     SYNC_GROUP = 14
     DESCRIBE_GROUPS = 15
     LIST_GROUPS = 16
+    SASL_HANDSHAKE = 17
     API_VERSIONS = 18
     CREATE_TOPICS = 19
     DELETE_TOPICS = 20
@@ -45,6 +46,7 @@ class ApiKey(IntEnum):
     TXN_OFFSET_COMMIT = 28
     DESCRIBE_CONFIGS = 32
     ALTER_CONFIGS = 33
+    SASL_AUTHENTICATE = 36
     CREATE_PARTITIONS = 37
     DELETE_GROUPS = 42
 
@@ -86,6 +88,8 @@ APIS: Mapping[ApiKey, Api] = {
     ApiKey.SYNC_GROUP: _api("SyncGroup", 0, 3, same_layout={2: 1}),
     ApiKey.DESCRIBE_GROUPS: _api("DescribeGroups", 0, 2),
     ApiKey.LIST_GROUPS: _api("ListGroups", 0, 1),
+    # Version 0 would be followed by tokens that are no requests.
+    ApiKey.SASL_HANDSHAKE: _api("SaslHandShake", 1, 1),
     ApiKey.API_VERSIONS: _api("ApiVersion", 0, 2),
     ApiKey.CREATE_TOPICS: _api("CreateTopics", 0, 3),
     ApiKey.DELETE_TOPICS: _api("DeleteTopics", 0, 3),
@@ -97,6 +101,7 @@ APIS: Mapping[ApiKey, Api] = {
     ApiKey.TXN_OFFSET_COMMIT: _api("TxnOffsetCommit", 0, 0),
     ApiKey.DESCRIBE_CONFIGS: _api("DescribeConfigs", 0, 2),
     ApiKey.ALTER_CONFIGS: _api("AlterConfigs", 0, 1),
+    ApiKey.SASL_AUTHENTICATE: _api("SaslAuthenticate", 0, 1),
     ApiKey.CREATE_PARTITIONS: _api("CreatePartitions", 0, 1),
     ApiKey.DELETE_GROUPS: _api("DeleteGroups", 0, 1),
 }
@@ -118,7 +123,7 @@ class Request:
     client_host: str
     """Address of the client, for descriptions of group members."""
     broker_host: str
-    """Address at which the client reached the broker; it is what the broker advertises to this client."""
+    """What the broker tells this client to connect to: the address at which it was reached, unless told."""
 
 
 def parse_request(frame: bytes, client_host: str, broker_host: str) -> Request:

@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import signal
+import ssl
 import struct
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from turnfold.embedded.broker.broker import Broker
 from turnfold.embedded.broker.handlers import HANDLERS, WAITING
+from turnfold.embedded.broker.login import ANSWERED_HERE, Login, Users
 from turnfold.embedded.broker.protocol import (
     ProtocolError,
     Request,
@@ -30,19 +33,38 @@ logger = logging.getLogger(__name__)
 Frames = list[bytes]
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Where the broker listens and whom it lets in."""
+
+    host: str
+    port: int
+    """0 takes any free one."""
+    advertised_host: str = ""
+    """The name under which clients find the broker, where that is not the address they reached it at."""
+    tls: ssl.SSLContext | None = None
+    users: Users | None = None
+    """Who may log in; without users nobody is asked."""
+
+
 class Server:
     """Serves one open broker to the network."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, listener: Listener) -> None:
         self._broker = broker
+        self._listener = listener
         self._connections: set[asyncio.Task[None]] = set()
         self._chores: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port (the system's choice if `port` is 0). Raises OSError if it is taken."""
+    async def start(self) -> int:
+        """Listen, and return the port (the system's choice if it may choose). Raises OSError if it is taken."""
         self._server = await asyncio.start_server(
-            self._serve_connection, host, port, limit=READ_BUFFER_BYTES
+            self._serve_connection,
+            self._listener.host,
+            self._listener.port,
+            ssl=self._listener.tls,
+            limit=READ_BUFFER_BYTES,
         )
         bound: int = self._server.sockets[0].getsockname()[1]
         self._broker.port = bound
@@ -71,7 +93,7 @@ class Server:
         assert task is not None
         self._connections.add(task)
         try:
-            await Connection(self._broker, reader, writer).serve()
+            await Connection(self._broker, self._listener, reader, writer).serve()
         except asyncio.CancelledError:
             # Only `stop` cancels; asyncio's own callback would report it as an error.
             pass
@@ -83,13 +105,19 @@ class Connection:
     """One client. Answers leave in the order of their requests, as the protocol demands."""
 
     def __init__(
-        self, broker: Broker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        broker: Broker,
+        listener: Listener,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self._broker = broker
+        self._login = Login(listener.users)
         self._reader = reader
         self._writer = writer
         self._client_host = str(writer.get_extra_info("peername")[0])
-        self._broker_host = str(writer.get_extra_info("sockname")[0])
+        reached = str(writer.get_extra_info("sockname")[0])
+        self._broker_host = listener.advertised_host or reached
         self._answers: asyncio.Queue[asyncio.Future[Frames]] = asyncio.Queue(MAX_PIPELINED)
         self._pending: set[asyncio.Future[Frames]] = set()
 
@@ -114,6 +142,7 @@ class Connection:
                 )
             frame = await self._reader.readexactly(size)
             request = parse_request(frame, self._client_host, self._broker_host)
+            self._login.check(request)
             await self._answers.put(await self._start(request))
 
     async def _start(self, request: Request) -> "asyncio.Future[Frames]":
@@ -127,6 +156,8 @@ class Connection:
         return answer
 
     async def _answer(self, request: Request) -> Frames:
+        if request.api_key in ANSWERED_HERE:
+            return [encode_answer(request, self._login.answer(request))]
         answer = await HANDLERS[request.api_key](self._broker, request)
         if answer is None:
             return []
@@ -149,7 +180,7 @@ class Connection:
 
 
 async def serve_until_stopped(
-    broker: Broker, host: str, port: int, on_ready: Callable[[int], None], *, watch_stdin: bool
+    broker: Broker, listener: Listener, on_ready: Callable[[int], None], *, watch_stdin: bool
 ) -> None:
     """Serve until SIGTERM, SIGINT or, with `watch_stdin`, the end of standard input; then close the broker.
 
@@ -159,9 +190,9 @@ async def serve_until_stopped(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = Server(broker)
+    server = Server(broker, listener)
     try:
-        on_ready(await server.start(host, port))
+        on_ready(await server.start())
         if watch_stdin:
             await _set_at_end_of_stdin(stop)
         await stop.wait()

@@ -15,21 +15,35 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import turnfold
 
+BOOTSTRAP_VARIABLE = "TURNFOLD_TEST_BOOTSTRAP"
+"""Names a broker that is not ours, host:port, for the tests that can do with any."""
+
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class ExternalBroker:
+    """A broker that somebody else runs: it can be used, and neither killed nor configured."""
+
+    bootstrap: str
+    """`host:port` for clients."""
 
 
 class BrokerProcess:
     """A development broker in a subprocess, with its data in `directory`.
 
     The first start takes a free port, later ones the same again. The process ends with the one that started
-    it, whatever happens to that. Its output is in `broker.log` in the directory.
+    it, whatever happens to that. Its output is in `broker.log` in the directory. `options` are further ones
+    of `turnfold broker`.
     """
 
     def __init__(
@@ -39,12 +53,14 @@ class BrokerProcess:
         port: int = 0,
         fsync: bool = False,
         auto_create_topics: bool = True,
+        options: Sequence[str] = (),
     ) -> None:
         self.directory = Path(directory)
         self.host = "127.0.0.1"
         self.port = port
         self.fsync = fsync
         self.auto_create_topics = auto_create_topics
+        self.options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -116,7 +132,7 @@ class BrokerProcess:
     def _command(self, ready_file: Path) -> list[str]:
         command = [sys.executable, "-m", "turnfold.embedded.broker", "--exit-with-parent"]
         command += ["--data", str(self.data), "--host", self.host, "--port", str(self.port)]
-        command += ["--ready-file", str(ready_file)]
+        command += ["--ready-file", str(ready_file), *self.options]
         command += [
             "--auto-create-topics" if self.auto_create_topics else "--no-auto-create-topics"
         ]
@@ -142,6 +158,9 @@ class BrokerProcess:
         assert process.stdin is not None
         process.stdin.close()
         return status
+
+
+RunningBroker: TypeAlias = BrokerProcess | ExternalBroker
 
 
 def _environment() -> dict[str, str]:

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from turnfold.embedded.chaos import evidence
@@ -50,7 +49,8 @@ from turnfold.embedded.chaos.strikes import Strikes
 from turnfold.embedded.demo.app import free_ports
 from turnfold.embedded.demo.supervisor import ServiceSpec, Supervisor
 from turnfold.embedded.tiny.tokenizer import build_tokenizer
-from turnfold.log.client import BrokerUnavailable, create_topics
+from turnfold.log.client import BrokerUnavailable, create_topics, delete_topics
+from turnfold.log.settings import KAFKA_ACCESS, KafkaSettings
 from turnfold.replay.accounts.app import account
 from turnfold.replay.app import replay
 from turnfold.replay.client import KafkaLog
@@ -58,6 +58,7 @@ from turnfold.replay.rebuild import Selection
 from turnfold.schemas.batches import BatchCut, GroupDropped
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.run import RunConfig
+from turnfold.schemas.settings import load, variable
 from turnfold.schemas.trajectories import Trajectory
 
 _UNDISTURBED_S = 240.0
@@ -139,13 +140,26 @@ def make_site(run_dir: Path, options: Options) -> Site:
             max_attempts=50,
         ),
         python=sys.executable,
-        environment=dict(os.environ),
+        environment=_environment(options),
     )
     build_tokenizer().save_pretrained(site.model_dir)
     lines = [msgspec.json.encode({"task_id": f"door-{n}", "door": n}) for n in range(NUM_TASKS)]
     site.dataset.write_bytes(b"\n".join(lines) + b"\n")
     site.record_file.touch()
     return site
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """Ours. It may say how somebody else's broker is entered; one of our own lets in everybody."""
+    if not options.bootstrap:
+        return {**os.environ, **{variable(name): "" for name in KAFKA_ACCESS}}
+    protocol = load(KafkaSettings, os.environ).kafka_security_protocol
+    if protocol.endswith("SSL"):
+        raise UserError(
+            "the connections to the broker are disturbed by what is said on them: expected "
+            f"{variable('kafka_security_protocol')} to be without TLS, got {protocol}"
+        )
+    return dict(os.environ)
 
 
 @asynccontextmanager
@@ -158,28 +172,19 @@ async def _with_topics(site: Site, clocks: Clocks, options: Options) -> AsyncIte
             yield brokers
         finally:
             if options.bootstrap:
-                await _delete_topics(site)
+                await delete_topics(site.kafka, [spec.name for spec in site.topics.specs()])
 
 
 async def _create_topics(site: Site) -> None:
     give_up_at = time.monotonic() + _BROKER_START_S
     while True:
         try:
-            await create_topics(site.bootstrap, site.topics.specs())
+            await create_topics(site.kafka, site.topics.specs())
             return
         except BrokerUnavailable:
             if time.monotonic() > give_up_at:
                 raise
             await asyncio.sleep(0.1)
-
-
-async def _delete_topics(site: Site) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=site.bootstrap)
-    await admin.start()
-    try:
-        await admin.delete_topics([spec.name for spec in site.topics.specs()])
-    finally:
-        await admin.close()
 
 
 def _supervisor(specs: Sequence[ServiceSpec], site: Site) -> Supervisor:
@@ -295,7 +300,7 @@ class Chaos:
         return await evidence.left_by(self.site, self._undisturbed)
 
     def _log(self) -> KafkaLog:
-        return KafkaLog(self.site.bootstrap, self.site.namespace)
+        return KafkaLog(self.site.kafka, self.site.namespace)
 
     async def judged(self) -> Report:
         """The report on what is in the log now."""

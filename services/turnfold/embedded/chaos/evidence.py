@@ -10,6 +10,7 @@ from turnfold.embedded.chaos import trainer
 from turnfold.embedded.chaos.findings import AGAIN_HEADER, Left
 from turnfold.embedded.chaos.site import NUM_TASKS, Site
 from turnfold.log.client import Record, reader_from_start
+from turnfold.log.settings import Kafka
 from turnfold.schemas import codec
 from turnfold.schemas.batches import Decision
 from turnfold.schemas.dead_letters import DeadLetter
@@ -19,11 +20,11 @@ from turnfold.schemas.tasks import Task
 from turnfold.schemas.trajectories import Trajectory
 
 
-async def records_of(bootstrap: str, topic: str) -> list[Record]:
+async def records_of(kafka: Kafka, topic: str) -> list[Record]:
     """All records of a topic; waits for a broker that is down."""
     while True:
         try:
-            async with reader_from_start(bootstrap, topic) as reader:
+            async with reader_from_start(kafka, topic) as reader:
                 return [record async for record in reader.read_to_end()]
         except (TimeoutError, UserError, OSError, KafkaError):
             await asyncio.sleep(0.2)
@@ -47,18 +48,18 @@ async def tasks_of(site: Site) -> list[Task]:
 
 
 async def events_of(site: Site) -> list[Event]:
-    records = await records_of(site.bootstrap, site.topics.events)
+    records = await records_of(site.kafka, site.topics.events)
     return [codec.decode(Event, record.value or b"") for record in records]
 
 
 async def dead_letters_of(site: Site) -> list[DeadLetter]:
-    records = await records_of(site.bootstrap, site.topics.dead_letters)
+    records = await records_of(site.kafka, site.topics.dead_letters)
     return [codec.decode(DeadLetter, record.value or b"") for record in records]
 
 
 async def redelivered_rollouts(site: Site) -> set[str]:
     """Rollouts whose trajectory was appended a second time on purpose."""
-    records = await records_of(site.bootstrap, site.topics.trajectories)
+    records = await records_of(site.kafka, site.topics.trajectories)
     return {
         codec.decode(Trajectory, record.value or b"").rollout_id
         for record in records
@@ -96,7 +97,7 @@ async def left_by(site: Site, undisturbed: frozenset[str]) -> Left:
 
 async def _first(site: Site, topic: str) -> list[Record]:
     """The records of a topic without those that we appended again."""
-    records = await records_of(site.bootstrap, topic)
+    records = await records_of(site.kafka, topic)
     return [record for record in records if not _is_again(record)]
 
 

@@ -11,8 +11,9 @@ from turnfold.embedded.chaos.agent import RECORD_FILE
 from turnfold.embedded.chaos.faults import BROKER, BROKER_LINKS, LINKS
 from turnfold.embedded.chaos.network import Address, Link
 from turnfold.embedded.demo.supervisor import ServiceSpec
+from turnfold.log.settings import KafkaSettings
 from turnfold.schemas.run import RunConfig
-from turnfold.schemas.settings import variable
+from turnfold.schemas.settings import load, variable
 from turnfold.schemas.topics import Topics
 from turnfold.schemas.wire import Wire
 
@@ -36,9 +37,9 @@ class Site(Wire, frozen=True, kw_only=True):
     """What the processes inherit."""
 
     @property
-    def bootstrap(self) -> str:
+    def kafka(self) -> KafkaSettings:
         """The broker itself, not through a link."""
-        return "{}:{}".format(*self.broker)
+        return load(KafkaSettings, self.environment, bootstrap="{}:{}".format(*self.broker))
 
     @property
     def topics(self) -> Topics:

@@ -97,14 +97,14 @@ class Strikes(msgspec.Struct, kw_only=True):
     async def _redeliver(self, fault: Fault) -> bool:
         """Append some records to their topic again, old ones among them; whether any was taken."""
         topic = f"{self.site.namespace}.{fault.target}"
-        records = await records_of(self.site.bootstrap, topic)
+        records = await records_of(self.site.kafka, topic)
         chosen = (
             random.Random(fault.choice).choices(records, k=round(fault.amount)) if records else []
         )
         num_before = self.num_redelivered
         # The broker may be down from another fault.
         with suppress(UserError, KafkaError, OSError):
-            async with Producer(self.site.bootstrap) as producer:
+            async with Producer(self.site.kafka) as producer:
                 for record in chosen:
                     await _append_again(producer, record)
                     self.num_redelivered += 1

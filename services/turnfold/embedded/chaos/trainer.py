@@ -72,9 +72,9 @@ async def train(settings: Settings, config: RunConfig, stop: asyncio.Event) -> N
     """Train batch after batch until `stop` is set."""
     run_dir, topics = Path(settings.run_dir), settings.topics
     async with (
-        PolicyLog(settings.bootstrap, topics, config.run_id) as policies,
-        BatchSource(settings.bootstrap, topics, config) as source,
-        Producer(settings.bootstrap) as producer,
+        PolicyLog(settings, topics, config.run_id) as policies,
+        BatchSource(settings, topics, config) as source,
+        Producer(settings) as producer,
     ):
         checkpoint = read_checkpoint(run_dir) or Checkpoint()
         _write(run_dir / "checkpoint", msgspec.json.encode(checkpoint))

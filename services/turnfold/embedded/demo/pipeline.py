@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from turnfold.embedded.demo.supervisor import ServiceSpec
+from turnfold.log.settings import KAFKA_ACCESS
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.settings import variable
 from turnfold.schemas.wire import Wire
@@ -82,6 +83,8 @@ def environment(layout: Layout) -> dict[str, str]:
     values = {
         **run,
         "bootstrap": layout.bootstrap,
+        # Another broker's, from the environment that this was started in.
+        **dict.fromkeys(KAFKA_ACCESS, ""),
         "model": str(layout.model_dir),
         "engines": msgspec.json.encode([layout.inference_url]).decode(),
         "gateway_url": layout.gateway_url,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from turnfold.log.records import Record
+from turnfold.log.settings import Kafka
 from turnfold.replay.client import FileLog, KafkaLog, LogSource
 from turnfold.replay.diff.comparison import Change, Comparison, Results, compare
 from turnfold.replay.diff.tokens import token_lines
@@ -18,13 +19,13 @@ from turnfold.schemas.trajectories import Trajectory
 class Side:
     """Trajectories of a file or of a namespace; may be read more than once.
 
-    Side("rows.jsonl", bootstrap)     written by `replay --out` or `refold --out`; also .msgpack
-    Side("bug.tflog", bootstrap)      the trajectories in an exported log
-    Side("turnfold", bootstrap)       those on the topic of a namespace
+    Side("rows.jsonl", kafka)     written by `replay --out` or `refold --out`; also .msgpack
+    Side("bug.tflog", kafka)      the trajectories in an exported log
+    Side("turnfold", kafka)       those on the topic of a namespace
     """
 
-    def __init__(self, name: str, bootstrap: str) -> None:
-        self.name, self._bootstrap = name, bootstrap
+    def __init__(self, name: str, kafka: Kafka) -> None:
+        self.name, self._kafka = name, kafka
         self._path = Path(name)
         if not self._path.suffix or self._path.is_file():
             return
@@ -34,7 +35,7 @@ class Side:
     def trajectories(self) -> AsyncIterator[Trajectory]:
         """Raises UserError for a file that holds no trajectories."""
         if not self._path.is_file():
-            return _of_log(KafkaLog(self._bootstrap, self.name))
+            return _of_log(KafkaLog(self._kafka, self.name))
         match self._path.suffix:
             case ".tflog":
                 return _of_log(FileLog(self._path))

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from turnfold.log.client import BrokerUnavailable, Reader, topic_differences
+from turnfold.log.client import BrokerUnavailable, NotLetIn, Reader, topic_differences
+from turnfold.log.settings import KafkaSettings
 from turnfold.replay.doctor.checks import (
     Check,
     disk_check,
@@ -19,6 +20,7 @@ from turnfold.replay.doctor.checks import (
     packages_check,
     topics_check,
 )
+from turnfold.schemas.settings import SettingsError
 from turnfold.schemas.topics import Topics
 
 _HTTP_TIMEOUT_S = 5.0
@@ -26,7 +28,7 @@ _HTTP_TIMEOUT_S = 5.0
 
 async def examine(
     *,
-    bootstrap: str,
+    kafka: KafkaSettings,
     namespace: str,
     gateways: tuple[str, ...] = (),
     engines: tuple[str, ...] = (),
@@ -38,7 +40,7 @@ async def examine(
     yield disk_check(str(data), shutil.disk_usage(_existing(data)).free)
     if model is not None:
         yield model_check(str(model), _file_names(model))
-    for check in await _kafka(bootstrap, namespace):
+    for check in await _kafka(kafka, namespace):
         yield check
     for url in gateways:
         yield await _answers("gateway", url, "/readyz", "run `turnfold gateway`")
@@ -46,12 +48,12 @@ async def examine(
         yield await _answers("engine", url, "/health", "run `turnfold inference` or vLLM")
 
 
-async def _kafka(bootstrap: str, namespace: str) -> list[Check]:
+async def _kafka(kafka: KafkaSettings, namespace: str) -> list[Check]:
     topics = Topics(namespace=namespace)
     try:
-        async with Reader(bootstrap, group=f"{namespace}-healer") as reader:
-            broker = Check("broker", "ok", bootstrap)
-            differences = await topic_differences(bootstrap, topics.specs())
+        async with Reader(kafka, group=f"{namespace}-healer") as reader:
+            broker = Check("broker", "ok", f"{kafka.bootstrap}{_let_in(kafka)}")
+            differences = await topic_differences(kafka, topics.specs())
             checks = [broker, topics_check(differences)]
             if checks[1].state != "failure":
                 checks.append(healer_check(await _behind(reader, topics.events)))
@@ -59,6 +61,17 @@ async def _kafka(bootstrap: str, namespace: str) -> list[Check]:
     except BrokerUnavailable as error:
         advice = "run `turnfold broker --data ./data`, or set TURNFOLD_BOOTSTRAP"
         return [Check("broker", "failure", str(error).split(": start")[0], advice)]
+    except (NotLetIn, SettingsError) as error:
+        advice = "see TURNFOLD_KAFKA_… in docs/operations.md"
+        return [Check("broker", "failure", str(error), advice)]
+
+
+def _let_in(kafka: KafkaSettings) -> str:
+    """How the broker lets us in: ` over SASL_SSL as ann`; nothing where it lets in everybody."""
+    if kafka.kafka_security_protocol == "PLAINTEXT":
+        return ""
+    user = f" as {kafka.kafka_username}" if kafka.kafka_username else ""
+    return f" over {kafka.kafka_security_protocol}{user}"
 
 
 async def _behind(reader: Reader, topic: str) -> dict[int, int | None]:

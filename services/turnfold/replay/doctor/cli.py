@@ -40,7 +40,7 @@ def doctor(
 
     async def collect() -> list[Check]:
         found = examine(
-            bootstrap=settings.bootstrap,
+            kafka=settings,
             namespace=settings.namespace,
             gateways=tuple(gateway or ()),
             engines=tuple(engine or ()),

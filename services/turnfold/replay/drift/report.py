@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from turnfold.healer.partition import decode_event
+from turnfold.healer.recorded import decode_event
 from turnfold.history.divergence import EDITS
 from turnfold.log.records import Record
 from turnfold.schemas import codec

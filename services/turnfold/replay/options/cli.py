@@ -62,7 +62,7 @@ def source_of(bootstrap: str | None, namespace: str | None, file: Path | None) -
     if file is not None:
         return FileLog(file)
     settings = settings_of(bootstrap, namespace)
-    return KafkaLog(settings.bootstrap, settings.namespace)
+    return KafkaLog(settings, settings.namespace)
 
 
 async def selection_of(

@@ -12,6 +12,7 @@ from typing import Self
 
 from turnfold.healer.records import TrajectoryRecord, trajectory_record
 from turnfold.log.client import Producer, create_topics, reader_from_start
+from turnfold.log.settings import Kafka
 from turnfold.replay.compare import Key, named
 from turnfold.replay.refold.rewards import RewardError, RewardFunction
 from turnfold.schemas.errors import UserError
@@ -63,7 +64,7 @@ def _file_module(path: Path) -> ModuleType:
 class TrajectoryTopic:
     """The trajectories topic of a namespace, to which each trajectory is written once.
 
-    async with TrajectoryTopic(bootstrap, "tree") as target:
+    async with TrajectoryTopic(kafka, "tree") as target:
         await target.add(trajectory)
     target.num_written, target.num_found
 
@@ -72,11 +73,11 @@ class TrajectoryTopic:
     results in one topic could not be told apart.
     """
 
-    def __init__(self, bootstrap: str, namespace: str, *, num_partitions: int = 4) -> None:
+    def __init__(self, kafka: Kafka, namespace: str, *, num_partitions: int = 4) -> None:
         self.num_written = 0
         self.num_found = 0
         """Trajectories that were there already."""
-        self._bootstrap = bootstrap
+        self._kafka = kafka
         topics = Topics(namespace=namespace)
         self._topic = topics.trajectories
         self._specs = [spec for spec in topics.specs(num_partitions) if spec.name == self._topic]
@@ -84,13 +85,13 @@ class TrajectoryTopic:
         self._waiting: list[TrajectoryRecord] = []
 
     async def __aenter__(self) -> Self:
-        await create_topics(self._bootstrap, self._specs)
-        async with reader_from_start(self._bootstrap, self._topic) as reader:
+        await create_topics(self._kafka, self._specs)
+        async with reader_from_start(self._kafka, self._topic) as reader:
             async for record in reader.read_to_end():
                 headers = {name: value.decode() for name, value in record.headers}
                 key = (headers.get("rollout_id", ""), int(headers.get("revision", 0)))
                 self._digests[key] = headers.get("digest", "")
-        self._producer = await Producer(self._bootstrap).__aenter__()
+        self._producer = await Producer(self._kafka).__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -68,7 +68,7 @@ def stragglers(
 async def _collect(source: LogSource, advance: Callable[[int], None]) -> Stragglers:
     from contextlib import suppress
 
-    from turnfold.healer.partition import decode_event
+    from turnfold.healer.recorded import decode_event
     from turnfold.replay.accounts.app import assignments
     from turnfold.replay.stragglers.report import Stragglers
     from turnfold.schemas import codec

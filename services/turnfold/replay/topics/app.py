@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 from turnfold.log.client import Reader, topic_configs
+from turnfold.log.settings import Kafka
 from turnfold.replay.accounts.app import assignments
 from turnfold.replay.assignments import Assignments
 from turnfold.replay.client import KafkaLog
@@ -15,23 +16,23 @@ from turnfold.schemas.batches import BatchCut
 Place = tuple[str, int]
 
 
-async def retention_findings(bootstrap: str, namespace: str) -> list[Finding]:
+async def retention_findings(kafka: Kafka, namespace: str) -> list[Finding]:
     """What is lost or in danger; empty when the topics do not exist.
 
     Needed are the trajectories of batches that are not trained yet, and the events from the start of
     the oldest rollout that is open or was so lately.
     """
-    log = KafkaLog(bootstrap, namespace)
+    log = KafkaLog(kafka, namespace)
     topics = log.topics
     kept = {
         name: int(config.get("retention.ms") or -1)
         for name, config in (
-            await topic_configs(bootstrap, (topics.events, topics.trajectories))
+            await topic_configs(kafka, (topics.events, topics.trajectories))
         ).items()
     }
     if len(kept) < 2:
         return []
-    async with Reader(bootstrap, group=f"{namespace}-healer") as reader:
+    async with Reader(kafka, group=f"{namespace}-healer") as reader:
         needed = _needed_by_batches(await assignments(log), topics.trajectories)
         for partition in await reader.partitions(topics.events):
             committed = await reader.committed(topics.events, partition)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from turnfold.replay.options.cli import Bootstrap, Namespace, settings_of
+
+if TYPE_CHECKING:
+    from turnfold.log.settings import ServiceSettings
 
 
 def topics_create(
@@ -31,9 +34,9 @@ def topics_create(
 
     settings = settings_of(bootstrap, namespace)
     specs = settings.topics.specs(partitions, _retention_ms(retention_hours))
-    for name in asyncio.run(create_topics(settings.bootstrap, specs, replication)):
+    for name in asyncio.run(create_topics(settings, specs, replication)):
         typer.echo(f"created {name}")
-    _show_topic_differences(settings.bootstrap, specs)
+    _show_topic_differences(settings, specs)
 
 
 def topics_check(
@@ -58,8 +61,8 @@ def topics_check(
 
     settings = settings_of(bootstrap, namespace)
     specs = settings.topics.specs(partitions, _retention_ms(retention_hours))
-    is_different = _show_topic_differences(settings.bootstrap, specs)
-    found = asyncio.run(retention_findings(settings.bootstrap, settings.namespace))
+    is_different = _show_topic_differences(settings, specs)
+    found = asyncio.run(retention_findings(settings, settings.namespace))
     for finding in found:
         typer.echo(str(finding))
     if is_different or any(finding.is_lost for finding in found):
@@ -70,12 +73,12 @@ def _retention_ms(hours: float | None) -> int:
     return -1 if hours is None else int(hours * 3_600_000)
 
 
-def _show_topic_differences(bootstrap: str, specs: Any) -> bool:
+def _show_topic_differences(kafka: ServiceSettings, specs: Any) -> bool:
     import asyncio
 
     from turnfold.log.client import topic_differences
 
-    differences = asyncio.run(topic_differences(bootstrap, specs))
+    differences = asyncio.run(topic_differences(kafka, specs))
     lines = [f"{topic}: {what}" for topic, found in differences.items() for what in found]
     for line in lines or [f"all {len(differences)} topics are as they should be"]:
         typer.echo(line)

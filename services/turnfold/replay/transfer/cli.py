@@ -88,9 +88,7 @@ def events_publish(
     settings = settings_of(bootstrap, namespace)
 
     def publish(lines: Any) -> int:
-        return asyncio.run(
-            app.publish(lines, settings.bootstrap, settings.namespace, is_checked_only=check)
-        )
+        return asyncio.run(app.publish(lines, settings, settings.namespace, is_checked_only=check))
 
     if path is None or str(path) == "-":
         number = publish(sys.stdin)
@@ -124,7 +122,7 @@ def log_export(
     from turnfold.replay.rebuild import Selection
 
     settings = settings_of(bootstrap, namespace)
-    source = KafkaLog(settings.bootstrap, settings.namespace)
+    source = KafkaLog(settings, settings.namespace)
     number = run_with_progress(
         "exporting",
         source,
@@ -153,5 +151,5 @@ def log_import(
     from turnfold.replay import app
 
     settings = settings_of(bootstrap, namespace)
-    number = asyncio.run(app.import_log(path, settings.bootstrap, settings.namespace))
+    number = asyncio.run(app.import_log(path, settings, settings.namespace))
     typer.echo(f"{number} records in the topics of {settings.namespace}")

@@ -22,14 +22,15 @@ from jinja2 import nodes
 
 MESSAGES = "messages"
 """The one variable that differs between the renders of a conversation."""
-ABSENT = "\0absent"
+_ABSENT = "\0absent"
 """The value of an attribute where its variable is not defined."""
 
 _LOOP = "loop"
-_LOOP_VALUES = frozenset(
+LOOP_VALUES = frozenset(
     ("index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0")
 )
-_LOOP_ITEMS = frozenset(("previtem", "nextitem"))
+LOOP_ITEMS = frozenset(("previtem", "nextitem"))
+"""What a template may read of the variable `loop`: numbers and truth values, and the neighbours."""
 _COMBINED = (
     nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Add, nodes.Sub, nodes.Mod,
     nodes.Neg, nodes.Test,
@@ -132,7 +133,7 @@ class _Reading:
 
     def _add_attribute(self, variable: str, name: str) -> None:
         is_defined = nodes.Test(nodes.Name(variable, "load"), "defined", [], [], None, None)
-        self._add(nodes.CondExpr(is_defined, attribute(variable, name), nodes.Const(ABSENT)))
+        self._add(nodes.CondExpr(is_defined, attribute(variable, name), nodes.Const(_ABSENT)))
 
     def _read(self, node: nodes.Node, scope: _Scope) -> None:
         _refuse_unreadable(node, scope)
@@ -157,7 +158,7 @@ class _Reading:
             case nodes.Name(name=name):
                 return name not in (MESSAGES, _LOOP, self._target) and self._is_outer(name, scope)
             case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr):
-                return scope.is_own_loop and attr in _LOOP_VALUES
+                return scope.is_own_loop and attr in LOOP_VALUES
             case nodes.Getattr(node=nodes.Name() as variable, attr=attr):
                 is_set = any(attr == changed for _, changed in self._sets)
                 return not is_set and self._is_settled(variable, scope)
@@ -178,7 +179,7 @@ class _Reading:
                 if ctx == "load":
                     self._read_name(name, scope)
             case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if scope.is_own_loop:
-                if attr not in _LOOP_VALUES | _LOOP_ITEMS:
+                if attr not in LOOP_VALUES | LOOP_ITEMS:
                     raise UnreadableLoop(f"`loop.{attr}` within the loop")
                 self._add(node)
             case nodes.Getattr(node=nodes.Name(name=name), attr=attr):

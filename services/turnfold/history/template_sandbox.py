@@ -14,10 +14,10 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from turnfold.history.loop_inputs import LOOP_ITEMS, LOOP_VALUES
+
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset(
-    ("first", "last", "index", "index0", "revindex", "revindex0", "length", "previtem", "nextitem")
-)
+_LOOP_ATTRIBUTES = LOOP_VALUES | LOOP_ITEMS
 _PLAIN = frozenset((bool, int, float, str, list, dict, type(None)))
 
 

@@ -60,10 +60,12 @@ def pin_nonces(call: ModelCall, patterns: Sequence[re.Pattern[str]]) -> ModelCal
             content = pattern.sub(replace, content)
         return msgspec.structs.replace(message, content=content)
 
-    systems = [i for i, message in enumerate(call.messages) if message.role == "system"]
-    messages = list(call.messages)
-    for index in systems if patterns else ():
-        messages[index] = pinned_message(messages[index])
-    if not pinned:
+    if not patterns:
         return call
-    return msgspec.structs.replace(call, messages=tuple(messages), pinned=tuple(pinned))
+    messages = tuple(
+        pinned_message(message) if message.role == "system" else message
+        for message in call.messages
+    )
+    if not pinned:  # the messages stay the objects that their session knows
+        return call
+    return msgspec.structs.replace(call, messages=messages, pinned=tuple(pinned))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from turnfold.log.client import Producer, create_topics
@@ -20,6 +21,8 @@ from turnfold.schemas.wire import Logprobs, TokenIds
 
 NUM_PARTITIONS = 4
 CONCURRENT_ROLLOUTS = 64
+CONVERSATIONS = 64
+CONTENT_TYPE = {"content-type": codec.MSGPACK}
 CHARACTERS_A_TOKEN = 4
 
 
@@ -84,14 +87,28 @@ def text(rng: np.random.Generator, num_tokens: int) -> str:
 
 
 async def fill(bootstrap: str, topics: Topics, sizes: argparse.Namespace) -> int:
-    """Publish `sizes.rollouts` rollouts of `turns` of `tokens_per_turn`; bytes of their records."""
+    """Publish `sizes.rollouts` rollouts of `turns` of `tokens_per_turn`; bytes of their records.
+
+    Some conversations are made, and published under other names until there are enough: to make
+    them takes longer than to write them.
+    """
     await create_topics(bootstrap, topics.specs(NUM_PARTITIONS))
+    conversations = [
+        list(rollout(f"r{n}", sizes.turns, sizes.tokens_per_turn))
+        for n in range(min(sizes.rollouts, CONVERSATIONS))
+    ]
 
     async def publish(producer: Producer, number: int) -> int:
         size, name = 0, f"r{number:06d}"
-        for event in rollout(name, sizes.turns, sizes.tokens_per_turn):
-            await producer.send(topics.events, key=name, message=event)
-            size += len(codec.encode(event))
+        for event in conversations[number % len(conversations)]:
+            named = msgspec.structs.replace(
+                event, rollout_id=name, event_id=f"{name}:{event.event_id}"
+            )
+            value = codec.encode(named)
+            await producer.send_raw(
+                topics.events, key=name.encode(), value=value, headers=CONTENT_TYPE
+            )
+            size += len(value)
         return size
 
     num_bytes = 0

@@ -1,6 +1,7 @@
 """Readers on a real broker."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -17,6 +18,7 @@ from turnfold.log.client import (
 from turnfold.schemas.topics import Topics
 
 NUM_PARTITIONS = 2
+MIB = 1024 * 1024
 CONSUMERS = ("trainer", "shadow-trainer", "sft-export", "evaluation")
 
 
@@ -96,6 +98,17 @@ async def test_batches_hold_what_single_records_hold(
             record for batch in [b async for b in reader.batches_to_end()] for record in batch
         ]
     assert numbers(records) == list(range(30))
+
+
+async def test_messages_of_any_size_come_one_after_the_other(
+    broker: RunningBroker, topic: str, producer: Producer
+) -> None:
+    """A reader asks for a megabyte at a time; a message that is larger comes whole all the same."""
+    sizes = [10, 30 * MIB, 10, 3 * MIB, MIB, 10]
+    for size in sizes:
+        await producer.send_raw(topic, key=b"k", value=random.randbytes(size), partition=0)
+    async with reader_from_start(broker.bootstrap, topic) as reader:
+        assert [len(record.value or b"") async for record in reader.read_to_end()] == sizes
 
 
 async def test_the_offset_of_a_time_is_that_of_the_first_record_not_before_it(

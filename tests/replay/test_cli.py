@@ -240,6 +240,7 @@ def test_a_tampered_trajectory_fails_the_replay_and_is_explained(
     assert result.exit_code == 1
     assert "DIFFERENT rollout g0-00: the trajectory in the log has other bytes" in result.output
     assert "rollout g0-00: reward: written 99.0, rebuilt 0.0" in result.output
+    assert fresh("replay", "--processes", "2").output == result.output
 
 
 def test_a_rollout_that_nobody_healed_fails_the_replay(fresh: Namespace) -> None:

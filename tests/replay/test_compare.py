@@ -7,17 +7,22 @@ from turnfold.schemas import codec
 from turnfold.schemas.testing import row, trajectory
 
 
-def test_equal_bytes_are_no_difference() -> None:
+def written_once(*rollout_ids: str) -> Written:
     written = Written()
-    written.add(trajectory("r1"), codec.digest(trajectory("r1")))
+    for rollout_id in rollout_ids:
+        made = trajectory(rollout_id)
+        written.add((rollout_id, 0), codec.digest(made), made.source)
+    return written
+
+
+def test_equal_bytes_are_no_difference() -> None:
+    written = written_once("r1")
     assert written.difference_to(("r1", 0), codec.digest(trajectory("r1"))) is None
     assert written.leftovers() == []
 
 
 def test_other_bytes_a_missing_and_a_doubled_trajectory_are_differences() -> None:
-    written = Written()
-    for rollout_id in ("r1", "r2", "r2"):
-        written.add(trajectory(rollout_id), codec.digest(trajectory(rollout_id)))
+    written = written_once("r1", "r2", "r2")
     differences = [
         written.difference_to(("r1", 0), codec.digest(trajectory("r1", reward=0.5))),
         written.difference_to(("r3", 0), codec.digest(trajectory("r3"))),

@@ -53,7 +53,9 @@ class Log:
             collected.add_task(found)
         for found in self.trajectories:
             made = codec.decode(Trajectory, found.value or b"")
-            collected.add_trajectory(found, made, codec.digest(made))
+            collected.add_rollout(
+                0, found.offset, summary(made, 0, found.offset, codec.digest(made))
+            )
         for offset, decision in enumerate(self.decisions):
             collected.add_decision(record("batches", offset, decision))
         (verdict,) = collected.retake()

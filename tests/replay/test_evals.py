@@ -130,7 +130,8 @@ def retaken(log: Log) -> Any:
                 collected.add_decision(record)
             case _:
                 found = codec.decode(Trajectory, record.value or b"")
-                collected.add_trajectory(record, found, codec.digest(found))
+                place = (record.partition, record.offset)
+                collected.add_rollout(*place, summary(found, *place, codec.digest(found)))
     (verdict,) = collected.retake()
     return verdict
 

@@ -192,7 +192,9 @@ class Reader:
             enable_auto_commit=False,
             auto_offset_reset="none",
             isolation_level="read_committed",
-            max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
+            # A broker hands out a message whole, whatever is asked for; more at a time does not
+            # stay in the processor's cache, and takes 20 to 40 % longer.
+            max_partition_fetch_bytes=1024 * 1024,
             fetch_max_wait_ms=200,
             request_timeout_ms=20_000,
         )
@@ -238,7 +240,11 @@ class Reader:
     async def _offsets(
         self, ask: Any, pairs: Iterable[tuple[str, int]]
     ) -> dict[tuple[str, int], int]:
-        found = await ask([TopicPartition(topic, part) for topic, part in pairs])
+        places = [TopicPartition(topic, part) for topic, part in pairs]
+        for topic in {place.topic for place in places}:
+            # A topic that it has not heard of yet would cost it a rest of 100 ms.
+            await self._kafka._client.add_topic(topic)
+        found = await ask(places)
         return {(tp.topic, tp.partition): offset for tp, offset in found.items()}
 
     async def offsets_at(
@@ -249,8 +255,8 @@ class Reader:
         The end of the partition where all records are older.
         """
         places = {TopicPartition(topic, part): round(at * 1000) for topic, part in pairs}
-        found = await self._kafka.offsets_for_times(places)
         ends = await self.end_offsets((tp.topic, tp.partition) for tp in places)
+        found = await self._kafka.offsets_for_times(places)
         return {
             (tp.topic, tp.partition): ends[tp.topic, tp.partition] if meta is None else meta.offset
             for tp, meta in found.items()

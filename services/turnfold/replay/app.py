@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,21 +14,22 @@ from turnfold.healer.recorded import decode_event
 from turnfold.healer.rows import FOLD_VERSION
 from turnfold.log.client import Producer, Record, create_topics
 from turnfold.log.settings import Kafka
-from turnfold.replay.client import FileLog, KafkaLog, LogSource, append
+from turnfold.replay.client import FileLog, KafkaLog, LogSource, OnProgress, append
 from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
 from turnfold.replay.decisions import Decisions, Verdict
-from turnfold.replay.folding.app import Folded, OnProgress, fold, fold_in_parallel, rebuilt
+from turnfold.replay.folding.app import Folded, rebuilt
 from turnfold.replay.folding.client import CheckpointFolder
 from turnfold.replay.folding.part import Checkpoint
 from turnfold.replay.logfile import Header, LogReader, LogWriter
+from turnfold.replay.processes.app import divided
 from turnfold.replay.ranges import OffsetRanges, between
 from turnfold.replay.rebuild import Rebuild, Selection
+from turnfold.replay.shares.app import WrittenRecord, replay_share, written_trajectory
 from turnfold.replay.writers import Writer, writer_for
 from turnfold.schemas import codec
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import Event, HistoryMode
 from turnfold.schemas.topics import Topics
-from turnfold.schemas.trajectories import Trajectory
 
 _MAX_EXPLAINED = 5
 _MAX_IMPORT_RECORDS = 500
@@ -82,31 +83,22 @@ async def replay(
     """
     selection = selection or Selection()
     assert writer is None or not is_resumed, "a file begins with the first trajectory"
+    assert writer is None or num_processes == 1, "a file is written by one process"
     folder, resumed = await _checkpoints(source, mode, selection, checkpoints, is_resumed)
-    written, decisions = Written(), Decisions()
-    if is_compared:
-        await _read_results(source, selection, written, decisions)
-    if num_processes > 1:
-        assert writer is None, "a file is written by one process"
-        folded = await fold_in_parallel(
-            source,
-            mode=mode,
-            selection=selection,
-            num_processes=num_processes,
-            folder=folder,
-            resumed=resumed,
-            on_progress=on_progress,
-        )
-    else:
-        folded = await fold(
-            source,
-            mode=mode,
-            selection=selection,
-            writer=writer,
-            folder=folder,
-            resumed=resumed,
-            on_progress=on_progress,
-        )
+    job = partial(
+        replay_share,
+        source=source,
+        mode=mode,
+        selection=selection,
+        is_compared=is_compared,
+        writer=writer,
+        folder=folder,
+        resumed=resumed,
+    )
+    shares = await divided(job, num_processes, on_progress)
+    folded = Folded()
+    for share in shares:
+        folded.add(share.folded)
     report = Report(
         num_events=folded.num_events,
         num_trajectories=len(folded.digests),
@@ -117,18 +109,11 @@ async def replay(
         ignored=folded.ignored,
     )
     if is_compared:
-        differences = {
-            key: difference
-            for key, digest in folded.digests.items()
-            if (difference := written.difference_to(key, digest)) is not None
-        }
-        report.differences = [
-            *differences.values(),
-            *written.leftovers(_reached(selection, folded)),
-        ]
-        explained = list(differences)[:_MAX_EXPLAINED]
+        written = [record for share in shares for record in share.written]
+        report.differences, explained = _differences(folded, written, selection)
         report.explanations = await _explanations(source, mode, explained)
-        report.verdicts = decisions.retake() if selection.is_everything else []
+        if selection.is_everything:
+            report.verdicts = (await _decisions(source, written)).retake()
     return report
 
 
@@ -166,29 +151,37 @@ async def offsets_between(
     return between(starts, None if until is None else await source.offsets_at(events, until))
 
 
-async def _read_results(
-    source: LogSource, selection: Selection, written: Written, decisions: Decisions
-) -> None:
-    topics = source.topics
-    async for record in source.read(topics.trajectories, topics.tasks, topics.batches):
-        if record.topic == topics.tasks:
-            decisions.add_task(record)
-        elif record.topic == topics.batches:
-            decisions.add_decision(record)
+def _differences(
+    folded: Folded, records: Iterable[WrittenRecord], selection: Selection
+) -> tuple[list[Difference], list[Key]]:
+    """What is not as it was written, and the first trajectories that are worth explaining."""
+    written = Written()
+    for record in records:
+        found = record.trajectory
+        if found is not None and found.is_selected:
+            key = (found.summary.rollout_id, found.summary.revision)
+            written.add(key, found.digest, found.source)
+    differences = {
+        key: difference
+        for key, digest in folded.digests.items()
+        if (difference := written.difference_to(key, digest)) is not None
+    }
+    leftovers = written.leftovers(_reached(selection, folded))
+    return [*differences.values(), *leftovers], list(differences)[:_MAX_EXPLAINED]
+
+
+async def _decisions(source: LogSource, written: Iterable[WrittenRecord]) -> Decisions:
+    """What the assembler saw and decided."""
+    topics, decisions = source.topics, Decisions()
+    for record in written:
+        found = record.trajectory
+        decisions.add_rollout(record.partition, record.offset, found.summary if found else None)
+    async for message in source.read(topics.tasks, topics.batches):
+        if message.topic == topics.tasks:
+            decisions.add_task(message)
         else:
-            trajectory = _trajectory(record)
-            if trajectory is None:
-                decisions.add_trajectory(record, None, "")
-                continue
-            # The assembler names the digest of the message, which is that of its bytes unless
-            # another writer encoded it.
-            value, encoded = record.value or b"", codec.encode(trajectory)
-            digest = hashlib.sha256(encoded).hexdigest()
-            if selection.is_everything:
-                decisions.add_trajectory(record, trajectory, digest)
-            if selection.holds_trajectory(trajectory):
-                is_own = value == encoded
-                written.add(trajectory, digest if is_own else hashlib.sha256(value).hexdigest())
+            decisions.add_decision(message)
+    return decisions
 
 
 async def _explanations(
@@ -204,18 +197,11 @@ async def _explanations(
         async for trajectory in rebuilt(source, Rebuild(mode), selection, lambda _: None)
     }
     async for record in source.read(source.topics.trajectories):
-        written = _trajectory(record)
+        written = written_trajectory(record)
         key = (written.rollout_id, written.revision) if written else ("", 0)
         if written and key in keys:
             lines += [f"{named(key)}: {line}" for line in explain(written, again[key])]
     return lines
-
-
-def _trajectory(record: Record) -> Trajectory | None:
-    try:
-        return codec.decode(Trajectory, record.value or b"", record.content_type)
-    except codec.CodecError:
-        return None
 
 
 @contextmanager

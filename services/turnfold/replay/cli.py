@@ -61,8 +61,13 @@ def replay(
         typer.Option(help="Write the trajectories to FILE.msgpack, FILE.jsonl or FILE.parquet."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, help="Divide the partitions among processes.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Divide the partitions among so many processes. [default: one for each core when "
+            "the log is long]",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Keep how far it has come in this folder, every 10 s and at the end."),
@@ -75,7 +80,7 @@ def replay(
 
     ```
     turnfold replay                            # everything
-    turnfold replay --processes 4              # with four cores
+    turnfold replay --processes 1              # leave the other cores alone
     turnfold replay --rollout run-000003-01    # one rollout
     turnfold replay --since 2026-09-21T14:00 --until 2026-09-21T15:00
     turnfold replay --offsets 0:1200-1900      # partition 0, both ends included
@@ -94,10 +99,11 @@ def replay(
     give it every hour, and each time costs as much as the new part of the log.
     """
     from turnfold.replay import app
+    from turnfold.replay.processes.app import suitable_number
 
     chosen_mode = history_mode(mode)
     is_compared = chosen_mode is None if compare is None else compare
-    if out is not None and processes > 1:
+    if out is not None and (processes or 1) > 1:
         raise typer.BadParameter("--out is written by one process", param_hint="--processes")
     if resume and (checkpoint is None or out is not None):
         raise typer.BadParameter(
@@ -116,6 +122,9 @@ def replay(
             until=until,
             offsets=offsets,
         )
+        num_processes = 1 if out is not None else processes
+        if num_processes is None:
+            num_processes = await suitable_number(source, source.topics.events)
         with app.file_writer(out) as writer:
             return await app.replay(
                 source,
@@ -123,13 +132,15 @@ def replay(
                 selection=selection,
                 is_compared=is_compared,
                 writer=writer,
-                num_processes=processes,
+                num_processes=num_processes,
                 checkpoints=checkpoint,
                 is_resumed=resume,
                 on_progress=advance,
             )
 
-    report = run_with_progress("folding events", source, work)
+    topics = source.topics
+    read = [topics.events, topics.trajectories] if is_compared else [topics.events]
+    report = run_with_progress("folding events", source, work, read)
     _show_replay(report)
     if report.all_differences:
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,9 @@ from turnfold.log.settings import Kafka
 from turnfold.replay.logfile import LogReader
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.topics import Topics
+
+OnProgress = Callable[[int], None]
+"""Called with the number of records just read."""
 
 
 class LogSource(Protocol):

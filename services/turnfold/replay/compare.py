@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from turnfold.schemas.trajectories import Row, Trajectory
+from turnfold.schemas.trajectories import Row, Source, Trajectory
 
 Key = tuple[str, int]
 """rollout_id and revision."""
@@ -37,13 +37,13 @@ class Written:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def add(self, trajectory: Trajectory, digest: str) -> None:
-        key = (trajectory.rollout_id, trajectory.revision)
+    def add(self, key: Key, digest: str, source: Source) -> None:
+        """`digest` is that of the record, `source` says of which events the trajectory was made."""
         if key in self._digests:
             self._doubled.append(key)
         else:
             self._digests[key] = digest
-            self._places[key] = (trajectory.source.partition, trajectory.source.last_offset)
+            self._places[key] = (source.partition, source.last_offset)
 
     def difference_to(self, key: Key, digest: str) -> Difference | None:
         """None when the log holds the very bytes of the trajectory with this digest."""

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 import msgspec
 
 from turnfold.assembler.cut import Wait, decide, decide_early
-from turnfold.assembler.groups import GroupsState, RolloutSummary, TopicName, summary
+from turnfold.assembler.groups import GroupsState, RolloutSummary, TopicName
 from turnfold.assembler.scoring import decide_evaluation
 from turnfold.log.records import Record
 from turnfold.replay.compare import Difference
@@ -29,7 +29,6 @@ from turnfold.schemas.batches import (
 from turnfold.schemas.decisions import DecisionLog
 from turnfold.schemas.run import RunConfig
 from turnfold.schemas.tasks import Task
-from turnfold.schemas.trajectories import Trajectory
 
 Seen = list[tuple[int, Task | RolloutSummary | None]]
 """Offsets of one partition in order, with what lies there; None where it could not be decoded."""
@@ -61,13 +60,9 @@ class Decisions:
     def add_task(self, record: Record) -> None:
         self._tasks[record.partition].append((record.offset, _decoded(Task, record)))
 
-    def add_trajectory(self, record: Record, trajectory: Trajectory | None, digest: str) -> None:
-        """`trajectory` is what the record holds, None when it could not be decoded; `digest` is
-        its codec.digest."""
-        found = None
-        if trajectory is not None:
-            found = summary(trajectory, record.partition, record.offset, digest)
-        self._rollouts[record.partition].append((record.offset, found))
+    def add_rollout(self, partition: int, offset: int, rollout: RolloutSummary | None) -> None:
+        """What lies there in the trajectories topic, None when it could not be decoded."""
+        self._rollouts[partition].append((offset, rollout))
 
     def retake(self) -> list[Verdict]:
         """One verdict for each run that decided anything."""

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from turnfold.replay.app import events
 from turnfold.replay.assignments import Assignments
-from turnfold.replay.client import LogSource
-from turnfold.replay.folding.app import OnProgress, rebuilt
+from turnfold.replay.client import LogSource, OnProgress
+from turnfold.replay.folding.app import rebuilt
 from turnfold.replay.ledger import Accounts
 from turnfold.replay.rebuild import Rebuild, Selection
 from turnfold.replay.trace import TurnTrace, trace

@@ -1,24 +1,21 @@
-"""A whole log folded: trajectory by trajectory, or in parallel down to their digests.
+"""A log, or some partitions of it, folded: trajectory by trajectory, or down to their digests.
 
 Partitions are folded apart, so they can be divided among processes without changing a byte.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from turnfold.log.memory import keep_freed_memory
 from turnfold.log.records import Record
-from turnfold.replay.client import LogSource
+from turnfold.replay.client import LogSource, OnProgress
 from turnfold.replay.compare import Key
 from turnfold.replay.folding.client import CheckpointFolder
 from turnfold.replay.folding.part import Checkpoint, Part
@@ -30,11 +27,7 @@ from turnfold.schemas.trajectories import Trajectory
 if TYPE_CHECKING:
     from turnfold.replay.writers import Writer  # imports pyarrow, which a worker has no use for
 
-OnProgress = Callable[[int], None]
-"""Called with the number of records just read."""
-
 _CHECKPOINT_EVERY_S = 10.0
-_LOOK_EVERY_S = 0.2
 
 
 class Folded(msgspec.Struct, kw_only=True):
@@ -216,81 +209,3 @@ class _Reading:
                 )
             )
         return found
-
-
-async def fold_in_parallel(
-    source: LogSource,
-    *,
-    mode: HistoryMode | None = None,
-    selection: Selection,
-    num_processes: int,
-    folder: CheckpointFolder | None = None,
-    resumed: Mapping[int, Checkpoint] | None = None,
-    on_progress: OnProgress = lambda _: None,
-) -> Folded:
-    """As `fold`, with the partitions of the events topic divided among processes."""
-    events = source.topics.events
-    num_partitions = (await source.num_partitions([events])).get(events, 0)
-    shares = [range(first, num_partitions, num_processes) for first in range(num_processes)]
-    # A forked child would share our sockets and threads.
-    context = multiprocessing.get_context("spawn")
-    num_read = context.Value("q", 0)
-    with ProcessPoolExecutor(num_processes, context, _share_count, (num_read,)) as pool:
-        parts = [
-            pool.submit(_fold_share, source, mode, selection, share, folder, resumed)
-            for share in shares
-            if share
-        ]
-        await _watch(parts, num_read, on_progress)
-    folded = Folded()
-    for part in parts:
-        folded.add(part.result())
-    return folded
-
-
-async def _watch(parts: Sequence[Future[Folded]], num_read: Any, on_progress: OnProgress) -> None:
-    """Tell how many records the processes have read, until all are done or one has failed."""
-    pending = {asyncio.wrap_future(part) for part in parts}
-    num_told = 0
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
-        for part in done:
-            part.result()
-        number = num_read.value
-        on_progress(number - num_told)
-        num_told = number
-
-
-_num_read: Any = None
-"""In a worker process: the count of records that all of them have read."""
-
-
-def _share_count(num_read: Any) -> None:
-    global _num_read
-    _num_read = num_read
-
-
-def _count(number: int) -> None:
-    with _num_read.get_lock():
-        _num_read.value += number
-
-
-def _fold_share(
-    source: LogSource,
-    mode: HistoryMode | None,
-    selection: Selection,
-    share: Sequence[int],
-    folder: CheckpointFolder | None,
-    resumed: Mapping[int, Checkpoint] | None,
-) -> Folded:
-    return asyncio.run(
-        fold(
-            source,
-            mode=mode,
-            selection=selection,
-            partitions=share,
-            folder=folder,
-            resumed=resumed,
-            on_progress=_count,
-        )
-    )

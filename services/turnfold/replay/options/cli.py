@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -99,12 +99,13 @@ def run_with_progress(
     what: str,
     source: LogSource,
     work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]],
+    topics: Sequence[str] = (),
 ) -> T:
-    """Run a job that reads the events, with a bar on standard error when that is a terminal."""
+    """Run a job that reads the events, or these topics, with a bar when standard error is a terminal."""
     import asyncio
 
     async def run() -> T:
-        total = await source.num_records(source.topics.events)
+        total = await source.num_records(*(topics or [source.topics.events]))
         with _progress_bar(what, total) as advance:
             return await work(advance)
 

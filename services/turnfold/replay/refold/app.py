@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from turnfold.replay.client import LogSource
+from turnfold.replay.client import LogSource, OnProgress
 from turnfold.replay.compare import Key, combined_digest
-from turnfold.replay.folding.app import OnProgress, rebuilt
+from turnfold.replay.folding.app import rebuilt
 from turnfold.replay.rebuild import Rebuild, Selection
 from turnfold.replay.refold.client import TrajectoryTopic, load_reward
 from turnfold.replay.refold.rewards import with_reward

@@ -1,0 +1,1 @@
+"""Work on the partitions of a topic, divided among processes."""

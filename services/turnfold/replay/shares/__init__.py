@@ -1,0 +1,1 @@
+"""What one process does of a replay: some partitions of the events and of the trajectories."""

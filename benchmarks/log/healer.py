@@ -4,10 +4,11 @@
     python benchmarks/log/healer.py --megabytes 1000
 
 Prints one JSON object. `open_rollouts`: resident memory that 10,000 open rollouts add to a process,
-all in memory and with `max_open_mb` of them. `restart`: a log of so many megabytes on an embedded
-broker, healed; then how long a healer that is started again takes until it is ready, when every
-rollout has ended (`settled`), and when one has been open since the first record and all of the log
-has to be folded again (`worst`); with `first_pass`, in which trajectories are written as well.
+all in memory and with `max_open_mb` of them. `restart`: a log of so many megabytes, written in ten
+hours, on an embedded broker, healed (`first_pass`, which writes the trajectories); then how long a
+healer that is started again takes until it is ready: when every rollout has ended (`settled`), and
+when one has been open in each partition since the first record, so that all of the log has to be
+folded again (`worst`).
 """
 
 import argparse
@@ -31,7 +32,11 @@ from turnfold.log.records import Record
 from turnfold.log.service import Health
 from turnfold.schemas import codec
 from turnfold.schemas.testing import started
-from turnfold.schemas.topics import Topics
+
+TURN_BYTES = 9700
+"""Of a turn of 1,000 tokens."""
+
+HOURS = 10.0
 
 
 def open_rollouts(number: int, num_turns: int, tokens: int, max_mb: float) -> dict[str, float]:
@@ -70,35 +75,36 @@ def open_rollouts(number: int, num_turns: int, tokens: int, max_mb: float) -> di
     }
 
 
-async def restart(megabytes: int) -> dict[str, object]:
+async def restart(megabytes: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder, BrokerProcess(folder) as broker:
-        settled = await healed(broker.bootstrap, "settled", megabytes, is_one_open=False)
-        worst = await healed(broker.bootstrap, "worst", megabytes, is_one_open=True)
-    return {"settled": settled, "worst": worst}
+        return {
+            "settled": await healed(broker.bootstrap, "settled", megabytes),
+            "worst": await healed(broker.bootstrap, "worst", megabytes, is_one_open=True),
+        }
 
 
 async def healed(
-    bootstrap: str, namespace: str, megabytes: int, *, is_one_open: bool
+    bootstrap: str, namespace: str, megabytes: int, *, is_one_open: bool = False
 ) -> dict[str, float]:
     """Fill topics, heal them, and heal them again."""
-    topics = Topics(namespace=namespace)
+    settings = Settings(bootstrap=bootstrap, namespace=namespace, commit_every_s=0.5)
+    topics = settings.topics
     await create_topics(bootstrap, topics.specs(workload.NUM_PARTITIONS))
     if is_one_open:
         async with Producer(bootstrap) as producer:
             for partition in range(workload.NUM_PARTITIONS):
-                name = f"open-{partition}"
+                event = started(f"open-{partition}")
                 await producer.send(
-                    topics.events, key=name, message=started(name), partition=partition
+                    topics.events, key=event.rollout_id, message=event, partition=partition
                 )
-    turn_bytes = 9500
-    sizes = argparse.Namespace(turns=20, tokens_per_turn=1000)
-    sizes.rollouts = int(megabytes * 1e6 / (turn_bytes * sizes.turns))
-    num_bytes = await workload.fill(bootstrap, topics, sizes)
-    settings = Settings(bootstrap=bootstrap, namespace=namespace, commit_every_s=0.5)
-    first = await until_ready(settings)
-    again = await until_ready(settings)
+    turns, tokens = 20, 1000
+    rollouts = round(1e6 * megabytes / (turns * TURN_BYTES))
+    sizes = argparse.Namespace(rollouts=rollouts, turns=turns, tokens_per_turn=tokens)
+    num_bytes = await workload.fill(bootstrap, topics, sizes, hours=HOURS)
+    first, again = await until_ready(settings), await until_ready(settings)
     return {
         "megabytes": round(num_bytes / 1e6, 1),
+        "turns": rollouts * turns,
         "first_pass_s": round(first.wall, 2),
         "first_pass_cpu_s": round(first.cpu, 2),
         "restart_s": round(again.wall, 2),

@@ -1,20 +1,23 @@
 """Replay of a log against a raw read of the same topic with aiokafka.
 
     python benchmarks/log/replay.py
-    python benchmarks/log/replay.py --tokens-per-turn 1000 --rollouts 1200 --processes 4
+    python benchmarks/log/replay.py --tokens-per-turn 1000 --megabytes 1000 --processes 4
+    python benchmarks/log/replay.py --bootstrap 127.0.0.1:9092
 
 Prints one JSON object, with one entry in `sizes` for each length of a turn (tokens that it adds):
 
-    raw          aiokafka hands out bytes and nobody looks
+    raw          aiokafka with its own settings hands out bytes, and nobody looks
     read         the same records through our reader
     decode       read, and decoded: what one process cannot be faster than
     replay       decoded, folded into trajectories, digested
     replay_in_N_processes, with the start of the processes (`start`: what that takes alone)
 
-each as the best of `--repeats`, in seconds of wall time and of CPU (all processes but the broker),
-MB/s of the records before compression, and turns/s. `over_raw` divides the times of `raw` by theirs.
-`growth` replays logs of 1, 4 and 16 times the rollouts, and `longer_rollouts` folds rollouts of 1, 4
-and 16 times the turns from memory: the time of a turn should stay the same.
+each from the connection on, as the best of `--repeats`, in seconds of wall time and of CPU (all
+processes but the broker), MB/s of the records before compression, and turns/s. `over_raw` divides
+the times of `raw` by theirs. `growth` replays logs of 1, 4 and 16 times the rollouts, and
+`longer_rollouts` folds rollouts of 1, 4 and 16 times the turns from memory: the time of a turn
+should stay the same. Without --bootstrap it starts an embedded broker; the topics of a broker that
+runs are deleted in the end.
 """
 
 import argparse
@@ -23,8 +26,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import workload
@@ -32,8 +36,8 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from workload import Clock, Seconds
 
 from turnfold.embedded.broker.testing import BrokerProcess
-from turnfold.healer.recorded import decode_event
-from turnfold.log.client import create_topics
+from turnfold.healer.recorded import decode_for_fold
+from turnfold.log.client import delete_topics
 from turnfold.log.memory import keep_freed_memory
 from turnfold.log.records import Record
 from turnfold.replay import app
@@ -45,20 +49,17 @@ Measured = Callable[[], Awaitable[Seconds]]
 
 
 async def raw_read(bootstrap: str, topic: str, num_records: int) -> Seconds:
-    """Time to fetch every record, from the first request on."""
+    """Time to fetch every record."""
+    clock, num_read = Clock(), 0
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=bootstrap,
-        enable_auto_commit=False,
-        isolation_level="read_committed",
-        max_partition_fetch_bytes=32 * 1024 * 1024,
+        bootstrap_servers=bootstrap, enable_auto_commit=False, isolation_level="read_committed"
     )
     await consumer.start()
     places = [TopicPartition(topic, partition) for partition in range(workload.NUM_PARTITIONS)]
     consumer.assign(places)
     await consumer.seek_to_beginning(*places)
-    num_read, clock = 0, Clock()
     while num_read < num_records:
-        found = await consumer.getmany(timeout_ms=200, max_records=500)
+        found = await consumer.getmany(timeout_ms=200)
         num_read += sum(len(records) for records in found.values())
     seconds = clock.read()
     await consumer.stop()
@@ -81,11 +82,10 @@ async def replay(source: KafkaLog, num_processes: int = 1) -> Seconds:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, BrokerProcess(folder) as broker:
-        sizes = [
-            await of_size(broker.bootstrap, options, tokens) for tokens in options.tokens_per_turn
-        ]
-        growth = [await growing(broker.bootstrap, options, factor) for factor in (1, 4, 16)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        bootstrap = options.bootstrap or stack.enter_context(BrokerProcess(folder)).bootstrap
+        sizes = [await of_size(bootstrap, options, tokens) for tokens in options.tokens_per_turn]
+        growth = [await growing(bootstrap, options, factor) for factor in (1, 4, 16)]
         load = [round(value, 1) for value in os.getloadavg()]
     return {
         "sizes": sizes,
@@ -95,33 +95,49 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sized(options: argparse.Namespace, tokens_per_turn: int, rollouts: int) -> argparse.Namespace:
-    return argparse.Namespace(
-        rollouts=rollouts, turns=options.turns, tokens_per_turn=tokens_per_turn
-    )
+@asynccontextmanager
+async def filled(bootstrap: str, sizes: argparse.Namespace) -> AsyncIterator[tuple[KafkaLog, int]]:
+    """A log with so many rollouts, and the bytes of its records."""
+    source = KafkaLog(bootstrap, f"bench-{uuid.uuid4().hex[:8]}")
+    try:
+        yield source, await workload.fill(bootstrap, source.topics, sizes)
+    finally:
+        specs = source.topics.specs(workload.NUM_PARTITIONS)
+        await delete_topics(bootstrap, [spec.name for spec in specs])
+
+
+def sized(turns: int, tokens_per_turn: int, megabytes: float) -> argparse.Namespace:
+    """A log of about so many megabytes."""
+    rollout_bytes = turns * (300 + 9.4 * tokens_per_turn)
+    rollouts = max(1, round(1e6 * megabytes / rollout_bytes))
+    return argparse.Namespace(rollouts=rollouts, turns=turns, tokens_per_turn=tokens_per_turn)
 
 
 async def of_size(
     bootstrap: str, options: argparse.Namespace, tokens_per_turn: int
 ) -> dict[str, Any]:
     """All readings of one log."""
-    source = KafkaLog(bootstrap, f"bench-{tokens_per_turn}")
-    empty = KafkaLog(bootstrap, "bench-empty")
-    await create_topics(bootstrap, empty.topics.specs(workload.NUM_PARTITIONS))
-    sizes = sized(options, tokens_per_turn, options.rollouts)
-    num_bytes = await workload.fill(bootstrap, source.topics, sizes)
+    sizes = sized(options.turns, tokens_per_turn, options.megabytes)
     num_turns = sizes.rollouts * sizes.turns
     num_records = num_turns + 2 * sizes.rollouts
-    ways: dict[str, Measured] = {
-        "raw": lambda: raw_read(bootstrap, source.topics.events, num_records),
-        "read": lambda: read(source),
-        "decode": lambda: read(source, decode_event),
-        "replay": lambda: replay(source),
-        f"replay_in_{options.processes}_processes": lambda: replay(source, options.processes),
-        "start": lambda: replay(empty, options.processes),
-    }
-    # Turn about, so that whatever else the machine does hits all of them.
-    rounds = [{name: await way() for name, way in ways.items()} for _ in range(options.repeats)]
+    nothing = sized(options.turns, tokens_per_turn, 0)
+    async with (
+        filled(bootstrap, sizes) as (source, num_bytes),
+        filled(bootstrap, nothing) as (
+            empty,
+            _,
+        ),
+    ):
+        ways: dict[str, Measured] = {
+            "raw": lambda: raw_read(bootstrap, source.topics.events, num_records),
+            "read": lambda: read(source),
+            "decode": lambda: read(source, decode_for_fold),
+            "replay": lambda: replay(source),
+            f"replay_in_{options.processes}_processes": lambda: replay(source, options.processes),
+            "start": lambda: replay(empty, options.processes),
+        }
+        # Turn about, so that whatever else the machine does hits all of them.
+        rounds = [{name: await way() for name, way in ways.items()} for _ in range(options.repeats)]
     best = {name: fastest(taken[name] for taken in rounds) for name in ways}
     start = best.pop("start")
     return {
@@ -144,6 +160,7 @@ def rates(taken: Seconds, raw: Seconds, num_bytes: int, num_turns: int) -> dict[
         "cpu_s": round(taken.cpu, 3),
         "megabytes_per_s": round(num_bytes / 1e6 / taken.wall, 1),
         "turns_per_s": round(num_turns / taken.wall),
+        "us_per_turn": round(1e6 * taken.wall / num_turns, 1),
         "cpu_us_per_turn": round(1e6 * taken.cpu / num_turns, 1),
         "over_raw": round(raw.wall / taken.wall, 3),
         "over_raw_cpu": round(raw.cpu / taken.cpu, 3),
@@ -152,10 +169,9 @@ def rates(taken: Seconds, raw: Seconds, num_bytes: int, num_turns: int) -> dict[
 
 async def growing(bootstrap: str, options: argparse.Namespace, factor: int) -> dict[str, float]:
     """Replay of a log with so many times the rollouts."""
-    source = KafkaLog(bootstrap, f"bench-growth-{factor}")
-    sizes = sized(options, 300, max(1, options.rollouts // 8) * factor)
-    num_bytes = await workload.fill(bootstrap, source.topics, sizes)
-    taken = fastest([await replay(source) for _ in range(options.repeats)])
+    sizes = sized(options.turns, 300, options.megabytes / 16 * factor)
+    async with filled(bootstrap, sizes) as (source, num_bytes):
+        taken = fastest([await replay(source) for _ in range(options.repeats)])
     return {
         "rollouts": sizes.rollouts,
         "megabytes": round(num_bytes / 1e6, 1),
@@ -189,7 +205,7 @@ def in_memory(num_turns: int, tokens_per_turn: int = 1000) -> dict[str, float]:
             for made in rebuild.feed(record):
                 codec.digest(made)
 
-    decode_s = min(cpu_s(lambda: [decode_event(record) for record in log]) for _ in range(5))
+    decode_s = min(cpu_s(lambda: [decode_for_fold(record) for record in log]) for _ in range(5))
     fold_s = min(cpu_s(fold) for _ in range(5))
     turns = num_rollouts * num_turns
     return {
@@ -208,7 +224,8 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rollouts", type=int, default=200)
+    parser.add_argument("--bootstrap", help="measure a broker that runs")
+    parser.add_argument("--megabytes", type=float, default=100, help="of records in each log")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tokens-per-turn", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--processes", type=int, default=2)

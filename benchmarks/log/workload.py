@@ -13,7 +13,7 @@ import numpy as np
 
 from turnfold.log.client import Producer, create_topics
 from turnfold.schemas import codec
-from turnfold.schemas.events import Event, TurnCompleted, VersionSpan
+from turnfold.schemas.events import Event, RolloutStarted, TurnCompleted, VersionSpan
 from turnfold.schemas.messages import ChatMessage
 from turnfold.schemas.testing import finished, started
 from turnfold.schemas.topics import Topics
@@ -22,6 +22,7 @@ from turnfold.schemas.wire import Logprobs, TokenIds
 NUM_PARTITIONS = 4
 CONCURRENT_ROLLOUTS = 64
 CONVERSATIONS = 64
+DEADLINE_S = 1800.0
 CONTENT_TYPE = {"content-type": codec.MSGPACK}
 CHARACTERS_A_TOKEN = 4
 
@@ -86,11 +87,14 @@ def text(rng: np.random.Generator, num_tokens: int) -> str:
     return " ".join(f"{word:04d}" for word in words)
 
 
-async def fill(bootstrap: str, topics: Topics, sizes: argparse.Namespace) -> int:
+async def fill(
+    bootstrap: str, topics: Topics, sizes: argparse.Namespace, *, hours: float = 0.0
+) -> int:
     """Publish `sizes.rollouts` rollouts of `turns` of `tokens_per_turn`; bytes of their records.
 
-    Some conversations are made, and published under other names until there are enough: to make
-    them takes longer than to write them.
+    The log looks as if it had been written in the last so many hours. Some conversations are made,
+    and published under other names until there are enough: to make them takes longer than to write
+    them.
     """
     await create_topics(bootstrap, topics.specs(NUM_PARTITIONS))
     conversations = [
@@ -100,13 +104,20 @@ async def fill(bootstrap: str, topics: Topics, sizes: argparse.Namespace) -> int
 
     async def publish(producer: Producer, number: int) -> int:
         size, name = 0, f"r{number:06d}"
+        at = time.time() - 3600 * hours * (1 - number / sizes.rollouts)
         for event in conversations[number % len(conversations)]:
             named = msgspec.structs.replace(
                 event, rollout_id=name, event_id=f"{name}:{event.event_id}"
             )
+            if isinstance(named, RolloutStarted):
+                named = msgspec.structs.replace(named, deadline_at=at + DEADLINE_S)
             value = codec.encode(named)
             await producer.send_raw(
-                topics.events, key=name.encode(), value=value, headers=CONTENT_TYPE
+                topics.events,
+                key=name.encode(),
+                value=value,
+                headers=CONTENT_TYPE,
+                timestamp=at,
             )
             size += len(value)
         return size

@@ -58,6 +58,7 @@ from turnfold.schemas.trajectories import Trajectory
 log = logging.getLogger("turnfold.healer")
 
 _RETRY_S = 2.0
+_REPORT_EVERY_S = 0.2
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ async def _owned_partitions(settings: Settings) -> list[int]:
 async def _report(
     settings: Settings, healers: Sequence[PartitionHealer], health: Health, stop: asyncio.Event
 ) -> None:
-    """Say every second whether all partitions are in hand, and now and then how far they are."""
+    """Say whether all partitions are in hand, and now and then how far they are."""
     next_line = 0.0
     while not stop.is_set():
         waiting = [healer.partition for healer in healers if not healer.is_caught_up]
@@ -112,7 +113,7 @@ async def _report(
             next_line = time.monotonic() + settings.report_every_s
             for healer in healers:
                 log.info("%s", healer)
-        await _pause(stop, 1.0)
+        await _pause(stop, _REPORT_EVERY_S)
 
 
 async def _pause(stop: asyncio.Event, seconds: float) -> None:
@@ -198,7 +199,8 @@ class PartitionHealer:
                 if records:
                     await self._process(producer, records)
                 now = time.monotonic()
-                if now >= next_look:
+                seems_caught_up = not records and not self.is_caught_up
+                if now >= next_look or seems_caught_up:
                     next_look = now + self.settings.deadline_check_s
                     await self._look_at_deadlines(producer, reader)
                 if now >= next_commit:

@@ -1,7 +1,6 @@
 """A replay in parts: ranges, processes and checkpoints all come to what one long replay comes to."""
 
 import asyncio
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from turnfold.replay import app
 from turnfold.replay.client import FileLog
 from turnfold.replay.folding.part import Part
 from turnfold.replay.logfile import Header, LogWriter
-from turnfold.replay.processes import app as processes
-from turnfold.replay.processes.app import Share
 from turnfold.replay.rebuild import Selection
 from turnfold.schemas import codec
 from turnfold.schemas.errors import UserError
@@ -93,23 +90,6 @@ def test_two_processes_come_to_the_same_and_count_what_they_read(whole: FileLog)
     counted: list[int] = []
     assert replay(whole, num_processes=2, on_progress=counted.append) == replay(whole)
     assert sum(counted) == len(log())
-
-
-def test_several_processes_are_for_a_long_log(
-    whole: FileLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def suitable() -> int:
-        return asyncio.run(processes.suitable_number(whole, TOPIC))
-
-    assert suitable() == 1
-    monkeypatch.setattr(processes, "_WORTHWHILE_RECORDS", len(log()))
-    assert suitable() == min(len(os.sched_getaffinity(0)), NUM_PARTITIONS)
-
-
-def test_the_shares_of_all_processes_are_the_whole() -> None:
-    shares = [Share(index, 3).of_partitions(range(8)) for index in range(3)]
-    assert shares == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert Share().of_partitions(range(8)) == list(range(8))
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

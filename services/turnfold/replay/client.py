@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 from turnfold.log.client import MissingTopic, Producer, Reader, Record
+from turnfold.log.connection import settings_of
 from turnfold.log.settings import Kafka
 from turnfold.replay.logfile import LogReader
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.topics import Topics
+
+_PATIENCE_S = 60.0
+"""How long a read waits for a broker that went away: a restart of one takes seconds."""
 
 OnProgress = Callable[[int], None]
 """Called with the number of records just read."""
@@ -68,8 +73,22 @@ class _ReadInBatches(ABC):
                     yield record
 
 
+class BrokerSilent(UserError):
+    """A broker that was there gives no more records, though the log has not come to its end."""
+
+    def __init__(self, bootstrap: str) -> None:
+        super().__init__(
+            f"nothing has come from {bootstrap} for {_PATIENCE_S:g} s, and the log is not read to "
+            "its end: look whether the broker is there, then give the command again (a replay with "
+            "--checkpoint goes on with --resume)"
+        )
+
+
 class KafkaLog(_ReadInBatches):
-    """The log of a namespace on a broker. Raises BrokerUnavailable and MissingTopic."""
+    """The log of a namespace on a broker.
+
+    Raises BrokerUnavailable, MissingTopic, and BrokerSilent.
+    """
 
     def __init__(self, kafka: Kafka, namespace: str) -> None:
         self.kafka = kafka
@@ -109,9 +128,14 @@ class KafkaLog(_ReadInBatches):
                 for (topic, partition), start in (await reader.start_offsets(places)).items()
             }
             await reader.assign(positions)
+            heard_at = time.monotonic()
             async with aclosing(reader.batches_to_end()) as batches:
                 async for records in batches:
-                    yield records
+                    if records:
+                        yield records
+                        heard_at = time.monotonic()
+                    elif time.monotonic() > heard_at + _PATIENCE_S:
+                        raise BrokerSilent(settings_of(self.kafka).bootstrap)
 
     async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
         async with Reader(self.kafka) as reader:

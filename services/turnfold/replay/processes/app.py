@@ -4,7 +4,7 @@
     process 1: partitions 1, 3, 5 …
 
 What a job does to one partition must not depend on the others: then its results do not depend on
-the number of processes.
+the number of processes. The processes end with the one that started them, whatever happens to that.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any, TypeVar
+import signal
+import traceback
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from turnfold.replay.client import LogSource, OnProgress
+from turnfold.schemas.errors import UserError
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 0.2
 _WORTHWHILE_RECORDS = 20_000
-"""From here on several processes save more than the half second that it takes to start them."""
+"""From here on several processes save more than the third of a second that it takes to start them."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -41,17 +45,26 @@ Job = Callable[[Share, OnProgress], Coroutine[Any, Any, T]]
 
 
 async def divided(job: Job[T], num_processes: int, on_progress: OnProgress) -> list[T]:
-    """What the job returns for each share. With several processes it must be one that pickles."""
+    """What the job returns for each share.
+
+    With several processes the job and its result must be such as pickle. Raises what it raises: a
+    UserError with its text, anything else as a RuntimeError with the traceback.
+    """
     if num_processes == 1:
         return [await job(Share(), on_progress)]
-    # A forked child would share our sockets and threads.
-    context = multiprocessing.get_context("spawn")
-    num_read = context.Value("q", 0)
-    with ProcessPoolExecutor(num_processes, context, _share_count, (num_read,)) as pool:
-        shares = [Share(index, num_processes) for index in range(num_processes)]
-        parts = [pool.submit(_run, job, share) for share in shares]
-        await _watch(parts, num_read, on_progress)
-    return [part.result() for part in parts]
+    loop = asyncio.get_running_loop()
+
+    def tell(number: int) -> None:
+        loop.call_soon_threadsafe(on_progress, number)
+
+    shares = [Share(index, num_processes) for index in range(num_processes)]
+    with ExitStack() as stack:
+        processes = [_Process[T](job, share) for share in shares]
+        for process in processes:
+            stack.callback(process.end)
+        return await asyncio.gather(
+            *(asyncio.to_thread(process.result, tell) for process in processes)
+        )
 
 
 async def suitable_number(source: LogSource, topic: str) -> int:
@@ -69,32 +82,80 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-async def _watch(parts: Sequence[Future[Any]], num_read: Any, on_progress: OnProgress) -> None:
-    """Tell how many records the processes have read, until all are done or one has failed."""
-    pending = {asyncio.wrap_future(part) for part in parts}
-    num_told = 0
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
-        for part in done:
-            part.result()
-        number = num_read.value
-        on_progress(number - num_told)
-        num_told = number
+class _Progress(msgspec.Struct, frozen=True):
+    number: int
 
 
-_num_read: Any = None
-"""In a worker process: the count of records that all of them have read."""
+class _Done(msgspec.Struct, frozen=True):
+    value: Any
 
 
-def _share_count(num_read: Any) -> None:
-    global _num_read
-    _num_read = num_read
+class _Failed(msgspec.Struct, frozen=True):
+    text: str
+    is_for_users: bool
 
 
-def _count(number: int) -> None:
-    with _num_read.get_lock():
-        _num_read.value += number
+class _Process(Generic[T]):
+    """A process that runs a job on its share; what it has to say comes through a pipe."""
+
+    def __init__(self, job: Job[T], share: Share) -> None:
+        # A forked child would share our sockets and threads.
+        context = multiprocessing.get_context("spawn")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(job, share, sender), daemon=True)
+        with _without_interrupts():
+            self._process.start()
+        sender.close()  # the process has its own: ours would keep the pipe open when it dies
+
+    def result(self, tell: OnProgress) -> T:
+        """Wait for it, telling how many records were read on the way."""
+        try:
+            while isinstance(message := self._receiver.recv(), _Progress):
+                tell(message.number)
+        except EOFError:
+            self._process.join()
+            raise UserError(
+                f"a process of this command ended by itself (exit code {self._process.exitcode}): "
+                "if memory was short, give --processes 1"
+            ) from None
+        match message:
+            case _Done(value):
+                return value  # type: ignore[no-any-return]
+            case _Failed(text, is_for_users=True):
+                raise UserError(text)
+            case _:
+                raise RuntimeError(f"in a process of its own:\n{message.text}")
+
+    def end(self) -> None:
+        """End it, wherever it is."""
+        self._process.terminate()
+        self._process.join()
 
 
-def _run(job: Job[T], share: Share) -> T:
-    return asyncio.run(job(share, _count))
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal; what is started here leaves it to its parent."""
+    resource_tracker.ensure_running()  # which would let interrupts through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(job: Job[T], share: Share, sender: Connection) -> None:
+    """In a process of its own."""
+    # A broken pipe: the parent has ended without a word, and nobody is left to tell.
+    with suppress(BrokenPipeError):
+        sender.send(_outcome(job, share, lambda number: sender.send(_Progress(number))))
+
+
+def _outcome(job: Job[T], share: Share, on_progress: OnProgress) -> _Done | _Failed:
+    try:
+        return _Done(asyncio.run(job(share, on_progress)))
+    except BrokenPipeError:
+        raise
+    except UserError as error:
+        return _Failed(str(error), is_for_users=True)
+    except Exception:
+        return _Failed(traceback.format_exc(), is_for_users=False)

@@ -72,8 +72,8 @@ def _api(
     return Api(min_version, max_version, structs)
 
 
-# Ranges start where aiokafka and librdkafka still look (librdkafka wants to see the oldest version of the
-# group requests), and end at the newest version whose layout aiokafka has right.
+# Ranges start no lower than those of Apache Kafka 4 (KIP-896), so that what asks for less is found here,
+# and end at the newest version whose layout aiokafka has right.
 APIS: Mapping[ApiKey, Api] = {
     ApiKey.PRODUCE: _api("Produce", 3, 7),
     ApiKey.FETCH: _api("Fetch", 4, 11),
@@ -82,7 +82,7 @@ APIS: Mapping[ApiKey, Api] = {
     ApiKey.OFFSET_COMMIT: _api("OffsetCommit", 2, 3),
     ApiKey.OFFSET_FETCH: _api("OffsetFetch", 1, 3),
     ApiKey.FIND_COORDINATOR: _api("FindCoordinator", 0, 1),
-    ApiKey.JOIN_GROUP: _api("JoinGroup", 0, 5, same_layout={3: 2, 4: 2}),
+    ApiKey.JOIN_GROUP: _api("JoinGroup", 2, 5, same_layout={3: 2, 4: 2}),
     ApiKey.HEARTBEAT: _api("Heartbeat", 0, 1),
     ApiKey.LEAVE_GROUP: _api("LeaveGroup", 0, 1),
     ApiKey.SYNC_GROUP: _api("SyncGroup", 0, 3, same_layout={2: 1}),
@@ -91,15 +91,15 @@ APIS: Mapping[ApiKey, Api] = {
     # Version 0 would be followed by tokens that are no requests.
     ApiKey.SASL_HANDSHAKE: _api("SaslHandShake", 1, 1),
     ApiKey.API_VERSIONS: _api("ApiVersion", 0, 2),
-    ApiKey.CREATE_TOPICS: _api("CreateTopics", 0, 3),
-    ApiKey.DELETE_TOPICS: _api("DeleteTopics", 0, 3),
+    ApiKey.CREATE_TOPICS: _api("CreateTopics", 2, 3),
+    ApiKey.DELETE_TOPICS: _api("DeleteTopics", 1, 3),
     ApiKey.DELETE_RECORDS: _api("DeleteRecords", 0, 1),
     ApiKey.INIT_PRODUCER_ID: _api("InitProducerId", 0, 0),
     ApiKey.ADD_PARTITIONS_TO_TXN: _api("AddPartitionsToTxn", 0, 0),
     ApiKey.ADD_OFFSETS_TO_TXN: _api("AddOffsetsToTxn", 0, 0),
     ApiKey.END_TXN: _api("EndTxn", 0, 0),
     ApiKey.TXN_OFFSET_COMMIT: _api("TxnOffsetCommit", 0, 0),
-    ApiKey.DESCRIBE_CONFIGS: _api("DescribeConfigs", 0, 2),
+    ApiKey.DESCRIBE_CONFIGS: _api("DescribeConfigs", 1, 2),
     ApiKey.ALTER_CONFIGS: _api("AlterConfigs", 0, 1),
     ApiKey.SASL_AUTHENTICATE: _api("SaslAuthenticate", 0, 1),
     ApiKey.CREATE_PARTITIONS: _api("CreatePartitions", 0, 1),

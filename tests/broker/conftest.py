@@ -7,7 +7,6 @@ instead of one of our own.
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import for_code
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
@@ -27,16 +27,18 @@ EXTERNAL = os.environ.get("TURNFOLD_TEST_BOOTSTRAP", "")
 class Kafka:
     """Clients of one broker, with settings that suit tests."""
 
-    def __init__(self, bootstrap: str, closing: AsyncExitStack) -> None:
+    def __init__(
+        self, bootstrap: str, closing: AsyncExitStack, new_name: Callable[[str], str]
+    ) -> None:
         self.bootstrap = bootstrap
+        self._new_name = new_name
         self._closing = closing
         # Apache Kafka does its housekeeping every few minutes, the development broker every second.
         self.housekeeping_timeout_s = 400.0 if EXTERNAL else 20.0
 
-    @staticmethod
-    def unique(name: str) -> str:
+    def unique(self, name: str) -> str:
         """A name that no other test uses."""
-        return f"{name}-{uuid.uuid4().hex[:8]}"
+        return self._new_name(name)
 
     async def admin(self) -> AIOKafkaAdminClient:
         admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap, request_timeout_ms=10_000)
@@ -58,6 +60,18 @@ class Kafka:
         for _, code, message in answer.topic_errors:
             if code:
                 raise for_code(code)(message)
+
+    async def skip_unless(self, name: str, default: str) -> None:
+        """Skip where somebody else has set a broker otherwise than Apache Kafka is by default."""
+        if not EXTERNAL:
+            return
+        admin = await self.admin()
+        node = min(broker.nodeId for broker in admin._client.cluster.brokers())
+        resource = ConfigResource(ConfigResourceType.BROKER, str(node))
+        (answer,) = await admin.describe_configs([resource])
+        found = {entry[0]: entry[1] for *_, entries in answer.resources for entry in entries}
+        if found.get(name, default) != default:
+            pytest.skip(f"{name} is {found[name]} at {EXTERNAL}, and {default} by default")
 
     async def producer(self, **settings: Any) -> AIOKafkaProducer:
         settings = {"request_timeout_ms": 10_000, **settings}
@@ -174,10 +188,10 @@ def own_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Callable[[str], Kafka]]:
+async def connect(new_namespace: Callable[[str], str]) -> AsyncIterator[Callable[[str], Kafka]]:
     """Clients for any broker address."""
     async with AsyncExitStack() as closing:
-        yield lambda bootstrap: Kafka(bootstrap, closing)
+        yield lambda bootstrap: Kafka(bootstrap, closing, new_namespace)
 
 
 @pytest.fixture

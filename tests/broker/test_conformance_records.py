@@ -59,6 +59,7 @@ async def test_records_with_the_same_key_stay_in_order_in_one_partition(kafka: A
 
 
 async def test_a_topic_is_created_when_a_producer_first_uses_it(kafka: Any) -> None:
+    await kafka.skip_unless("auto.create.topics.enable", "true")
     topic = kafka.unique("auto")
 
     await kafka.send(topic, b"first")
@@ -215,6 +216,7 @@ async def test_a_large_message_comes_back_with_default_consumer_settings(
 
 
 async def test_a_message_over_the_default_limit_of_one_mebibyte_is_refused(kafka: Any) -> None:
+    await kafka.skip_unless("message.max.bytes", "1048588")
     topic = await kafka.create_topic()
     producer = await kafka.producer(max_request_size=40 * MIB)
 

@@ -253,6 +253,10 @@ async def test_a_passed_deadline_becomes_an_event_and_closes_the_rollout(
     aborts = [event for event in events if isinstance(event, RolloutAborted)]
     assert [abort.event_id for abort in aborts] == ["gone:deadline"]
     assert digests([trajectory]) == digests(await replayed(broker, topics))
+    async with reader_from_start(broker.bootstrap, topics.events) as reader:
+        ends = await reader.end_offsets((topics.events, p) for p in range(NUM_PARTITIONS))
+    written = {partition: end for (_, partition), end in ends.items() if end}
+    await wait_for_progress(broker, topics, written)
 
 
 async def test_a_rollout_that_ended_in_the_log_is_not_aborted_however_late_it_is_read(

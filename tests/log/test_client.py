@@ -12,10 +12,12 @@ from turnfold.log.client import (
     Reader,
     ReadingEnded,
     Record,
+    TopicRefused,
     create_topics,
     reader_from_start,
+    topic_differences,
 )
-from turnfold.schemas.topics import Topics
+from turnfold.schemas.topics import Topics, TopicSpec
 
 NUM_PARTITIONS = 2
 MIB = 1024 * 1024
@@ -140,3 +142,21 @@ async def test_a_reader_whose_fetching_has_ended_says_so_instead_of_giving_nothi
 async def poll_for_ever(reader: Reader) -> None:
     while True:
         await reader.poll()
+
+
+async def test_a_topic_that_the_broker_refuses_is_named_with_its_reason(
+    broker: RunningBroker,
+) -> None:
+    with pytest.raises(TopicRefused, match=r"^cannot create topic not a name\.events: .+"):
+        await create_topics(broker.bootstrap, Topics(namespace="not a name").specs())
+
+
+async def test_a_topic_that_wants_more_copies_than_it_has_is_told(
+    broker: RunningBroker, new_namespace: Callable[[], str]
+) -> None:
+    config = {"min.insync.replicas": "2"}
+    spec = TopicSpec(name=new_namespace(), num_partitions=1, config=config, purpose="")
+    await create_topics(broker.bootstrap, [spec])
+    assert await topic_differences(broker.bootstrap, [spec]) == {
+        spec.name: ["min.insync.replicas: expected at most 1, as there are copies, found 2"]
+    }

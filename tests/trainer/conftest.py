@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from turnfold.embedded.broker.testing import BrokerProcess
+from turnfold.embedded.broker.testing import RunningBroker
 from turnfold.log.client import Producer, create_topics, reader_from_start
 from turnfold.log.service import Health
 from turnfold.schemas import codec
@@ -148,9 +148,8 @@ def random_row() -> Callable[..., Row]:
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as started:
-        yield started
+def broker(broker_of: Callable[[Path], RunningBroker]) -> RunningBroker:
+    return broker_of(Path(__file__).parent)
 
 
 class Log:
@@ -249,10 +248,10 @@ class Log:
 
 @pytest.fixture(scope="session")
 def make_log(
-    broker: BrokerProcess, random_row: Callable[..., Row]
+    broker: RunningBroker, random_row: Callable[..., Row], new_namespace: Callable[[str], str]
 ) -> Callable[[str], Awaitable[Log]]:
-    async def make(namespace: str) -> Log:
-        return await Log(broker.bootstrap, namespace, random_row).create()
+    async def make(word: str) -> Log:
+        return await Log(broker.bootstrap, new_namespace(word), random_row).create()
 
     return make
 

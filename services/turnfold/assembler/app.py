@@ -26,12 +26,13 @@ from turnfold.assembler.settings import Settings
 from turnfold.assembler.waiting import awaited
 from turnfold.log.client import (
     FENCED,
-    BrokerUnavailable,
+    RENEW_S,
     Producer,
     Reader,
     Record,
     Replaced,
     dead_letter,
+    why_ended,
 )
 from turnfold.log.service import Health
 from turnfold.schemas import codec
@@ -59,7 +60,7 @@ _SAY_EVERY_S = 60.0
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
     """Decide until `stop` is set.
 
-    Raises BrokerUnavailable, MissingTopic, or Replaced when another assembler has taken over.
+    Raises BrokerUnavailable, WorkEnded, MissingTopic, or Replaced when another has taken over.
     """
     name = f"{settings.namespace}-assembler-{config.run_id}"
     try:
@@ -70,12 +71,9 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
         ):
             await _Assembler(settings, config, producer, reader, name).run(health, stop)
     except FENCED as error:
-        raise Replaced(
-            f"another assembler of run {config.run_id!r} has taken over, so this one ends; "
-            "run one assembler a run"
-        ) from error
+        raise Replaced(f"assembler of run {config.run_id!r}", "one assembler a run") from error
     except KafkaError as error:
-        raise BrokerUnavailable(settings.bootstrap, repr(error)) from error
+        raise why_ended(settings, error) from error
 
 
 class _Assembler:
@@ -105,6 +103,8 @@ class _Assembler:
         self._checkpoint = ""
         self._num_since_checkpoint = 0
         self._decided_at = self._said_at = 0.0
+        self._renew_at = 0.0
+        """When the checkpoint is saved although nothing was decided, by the monotonic clock."""
 
     async def run(self, health: Health, stop: asyncio.Event) -> None:
         await self._catch_up()
@@ -125,6 +125,8 @@ class _Assembler:
             self._say_what_is_awaited(health, now)
             while (decision := self._next_decision(now)) is not None and not stop.is_set():
                 await self._append(decision, stop)
+            if time.monotonic() >= self._renew_at:
+                await self._save_checkpoint()
 
     def _next_decision(self, now: float) -> Decision | None:
         """The next decision, or None when it is time to wait.
@@ -228,6 +230,10 @@ class _Assembler:
             await self.producer.commit_offset(
                 self.name, self.topics.batches, 0, self._read_back, self._checkpoint
             )
+            for place, offset in self._reported.items():
+                if place != (self.topics.batches, 0):
+                    await self.producer.commit_offset(self.name, *place, offset)
+        self._renew_at = time.monotonic() + RENEW_S
 
     async def _fold(self, record: Record) -> Decision | None:
         """Take in one record; the decision, if it is one that counts."""

@@ -24,7 +24,7 @@ from turnfold.dispatcher.plan import (
 from turnfold.dispatcher.rounds import RoundSlot, evaluation_of, is_evaluated, next_evaluations
 from turnfold.dispatcher.settings import Settings
 from turnfold.dispatcher.waiting import awaited
-from turnfold.log.client import FENCED, BrokerUnavailable, Producer, Reader, Record, Replaced
+from turnfold.log.client import FENCED, Producer, Reader, Record, Replaced, why_ended
 from turnfold.log.service import Health
 from turnfold.schemas import codec
 from turnfold.schemas.batches import Decision
@@ -41,8 +41,8 @@ _SAY_EVERY_S = 60.0
 async def run(settings: Settings, config: RunConfig, health: Health, stop: asyncio.Event) -> None:
     """Dispatch until `stop` is set, or until the run's limit is reached and all is decided.
 
-    Raises DatasetError, BrokerUnavailable, MissingTopic, or Replaced when another dispatcher has
-    taken over.
+    Raises DatasetError, BrokerUnavailable, WorkEnded, MissingTopic, or Replaced when another
+    dispatcher has taken over.
     """
     dataset = open_dataset(settings.dataset, settings.dataset_split)
     evaluated = None
@@ -59,12 +59,9 @@ async def run(settings: Settings, config: RunConfig, health: Health, stop: async
                 health, stop
             )
     except FENCED as error:
-        raise Replaced(
-            f"another dispatcher of run {config.run_id!r} has taken over, so this one ends; "
-            "run one dispatcher a run"
-        ) from error
+        raise Replaced(f"dispatcher of run {config.run_id!r}", "one dispatcher a run") from error
     except KafkaError as error:
-        raise BrokerUnavailable(settings.bootstrap, repr(error)) from error
+        raise why_ended(settings, error) from error
 
 
 class _Dispatcher:

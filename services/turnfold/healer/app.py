@@ -42,6 +42,7 @@ from turnfold.healer.records import trajectory_record
 from turnfold.healer.settings import Settings
 from turnfold.log.client import (
     FENCED,
+    RENEW_S,
     BrokerUnavailable,
     MissingTopic,
     Producer,
@@ -147,6 +148,8 @@ class PartitionHealer:
         """Outcomes of earlier records are written already."""
         self._committed = -1
         """`through` as it was last committed."""
+        self._renew_at = 0.0
+        """When it is committed again although it is the same, by the monotonic clock."""
         self._written: frozenset[tuple[str, int]] = frozenset()
         """Trajectories (rollout_id, revision) found although no position was committed."""
         self._deadlines = Deadlines(self.settings.max_open_s)
@@ -177,8 +180,8 @@ class PartitionHealer:
                 await self._heal(stop)
             except FENCED as error:
                 raise Replaced(
-                    f"another healer of {self.topic}/{self.partition} has taken over, so this one "
-                    "ends; run one healer for a partition (TURNFOLD_PARTITIONS)"
+                    f"healer of {self.topic}/{self.partition}",
+                    "one healer for a partition (TURNFOLD_PARTITIONS)",
                 ) from error
             except (KafkaError, BrokerUnavailable, MissingTopic) as error:
                 log.warning("partition %d: starting over: %r", self.partition, error)
@@ -324,12 +327,14 @@ class PartitionHealer:
                 position,
             )
         self._committed = self.position
+        self._renew_at = time.monotonic() + RENEW_S
         for result in results:
             self._count(result)
 
     async def _commit_progress(self, producer: Producer) -> None:
         """Commit the position although no result asks for it, so that a restart reads less."""
-        if self._committed < self.through == self.position:
+        is_due = self._committed < self.through or time.monotonic() >= self._renew_at
+        if is_due and self.through == self.position:
             await self._write(producer, [])
 
     async def _send(self, producer: Producer, result: Released | Rejected) -> None:
@@ -358,6 +363,8 @@ class PartitionHealer:
         position = await reader.position(*place)
         metrics.LAG.labels(self.partition).set(self.end - position)
         self.is_caught_up = self.is_caught_up or position >= self.end
+        # All records were processed as they came, so what it moved past since were only markers.
+        self.position, self.through = position, max(self.through, position)
         due = self._deadlines.due(time.time(), position, self.end)
         if due:
             await self._append_aborts(producer, due)

@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
+    GroupAuthorizationFailedError,
     InvalidProducerEpoch,
     KafkaError,
     ProducerFenced,
@@ -28,6 +29,8 @@ from aiokafka.errors import (
 from turnfold.log.connection import client_options, settings_of
 from turnfold.log.diagnosis import BrokerUnavailable as BrokerUnavailable
 from turnfold.log.diagnosis import NotLetIn as NotLetIn
+from turnfold.log.diagnosis import WorkEnded as WorkEnded
+from turnfold.log.diagnosis import why_ended as why_ended
 from turnfold.log.diagnosis import why_not_started
 from turnfold.log.records import Record as Record  # as both errors, part of this module's interface
 from turnfold.log.settings import Kafka, KafkaSettings
@@ -43,6 +46,9 @@ logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 # The request that carries the largest message is a little larger than the message.
 _MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024 * 1024
 
+_TRANSACTION_S = 60
+"""A transaction that stays open for longer is ended by the broker."""
+
 
 class MissingTopic(UserError):
     """A topic that should exist does not; the text says how to create it."""
@@ -51,12 +57,29 @@ class MissingTopic(UserError):
         super().__init__(f"topic {topic} does not exist: run `turnfold topics create` first")
 
 
+class TopicRefused(UserError):
+    """The broker does not create a topic as it is asked to; the text gives its reason."""
+
+    def __init__(self, topic: str, code: int, reason: str = "") -> None:
+        super().__init__(f"cannot create topic {topic}: {reason or for_code(code).__name__}")
+
+
+RENEW_S = 6 * 3600.0
+"""Kafka forgets positions, and the names of producers, that were not written for a week: one who has
+nothing to write for so long writes the same again."""
+
 FENCED = (ProducerFenced, InvalidProducerEpoch)
 """What a transactional producer raises when a newer one has taken its name."""
 
 
 class Replaced(UserError):
-    """Another process does the work of this one; the text says which to run once."""
+    """The broker lets a producer write no more: another one has its name, or it took too long."""
+
+    def __init__(self, what: str, run: str) -> None:
+        super().__init__(
+            f"another {what} has taken over, or this one stood still for {_TRANSACTION_S} s in the "
+            f"middle of a write; it ends, and can be started again: run {run}"
+        )
 
 
 class ReadingEnded(UserError):
@@ -90,7 +113,7 @@ class Producer:
             enable_idempotence=True,
             acks="all",
             transactional_id=transactional_id,
-            transaction_timeout_ms=60_000,
+            transaction_timeout_ms=_TRANSACTION_S * 1000,
             compression_type="zstd",
             max_request_size=_MAX_REQUEST_BYTES,
             request_timeout_ms=20_000,
@@ -267,10 +290,13 @@ class Reader:
         return int(await self._kafka.position(TopicPartition(topic, partition)))
 
     async def committed(self, topic: str, partition: int) -> tuple[int, str] | None:
-        """Offset and metadata that this reader's group committed."""
-        found = await self._kafka._coordinator.fetch_committed_offsets(
-            [TopicPartition(topic, partition)]
-        )
+        """Offset and metadata that this reader's group committed. Raises NotLetIn."""
+        try:
+            found = await self._kafka._coordinator.fetch_committed_offsets(
+                [TopicPartition(topic, partition)]
+            )
+        except GroupAuthorizationFailedError as error:
+            raise why_ended(self._settings, error) from error
         if TopicPartition(topic, partition) not in found:
             return None
         meta = found[TopicPartition(topic, partition)]
@@ -343,7 +369,7 @@ async def dead_letter(producer: Producer, topic: str, record: Record, reason: st
 async def create_topics(
     kafka: Kafka, specs: Iterable[TopicSpec], replication: int = 1
 ) -> list[str]:
-    """Create what is missing and return the names created. Raises BrokerUnavailable."""
+    """Create what is missing and return the names created. Raises BrokerUnavailable, TopicRefused."""
     created = []
     async with _admin(kafka) as admin:
         for spec in specs:
@@ -354,11 +380,11 @@ async def create_topics(
                 topic_configs=dict(spec.config),
             )
             response = await admin.create_topics([topic])
-            for name, code, *_ in response.topic_errors:
+            for name, code, *reason in response.topic_errors:
                 if code == 0:
                     created.append(name)
                 elif code != TopicAlreadyExistsError.errno:
-                    raise for_code(code)(f"cannot create topic {name}")
+                    raise TopicRefused(name, code, *filter(None, reason))
     return created
 
 
@@ -415,6 +441,13 @@ async def _differences(admin: AIOKafkaAdminClient, spec: TopicSpec) -> list[str]
     for name, expected in spec.config.items():
         if actual.get(name) != expected:
             found.append(f"{name}: expected {expected}, found {actual.get(name)}")
+    # More than there are, and each write waits for ever: the default of many clusters is 2.
+    needed = actual.get("min.insync.replicas", "1")
+    num_copies = min(len(partition["replicas"]) for partition in described["partitions"])
+    if int(needed) > num_copies:
+        found.append(
+            f"min.insync.replicas: expected at most {num_copies}, as there are copies, found {needed}"
+        )
     return found
 
 

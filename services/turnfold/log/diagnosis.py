@@ -20,6 +20,7 @@ from aiokafka.errors import (
     IllegalSaslStateError,
     KafkaConnectionError,
     KafkaError,
+    KafkaTimeoutError,
     NodeNotReadyError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
@@ -66,14 +67,31 @@ class NotLetIn(UserError):
     """A broker answers, and what it wants is not what the settings say; the text names them."""
 
 
-async def why_not_started(settings: KafkaSettings, error: Exception) -> UserError:
-    """What to raise for a client that has failed to start with this error."""
+class WorkEnded(UserError):
+    """A broker answers, and a connection to it is of no more use; only a new process helps."""
+
+    def __init__(self, bootstrap: str, cause: BaseException) -> None:
+        reason = repr(cause.__cause__ or cause)
+        super().__init__(f"work with {bootstrap} has ended by itself ({reason}); start again")
+
+
+def why_ended(settings: KafkaSettings, error: KafkaError) -> UserError:
+    """What to raise for an error that a process does not survive."""
     if isinstance(error, _NOT_ALLOWED):
         user = settings.kafka_username or "of a client without a name"
         return NotLetIn(
-            f"the brokers at {settings.bootstrap} do not allow what turnfold does ({error}): "
+            f"the brokers at {settings.bootstrap} do not allow what turnfold does ({error!r}): "
             f"give user {user} the rights that docs/operations.md lists"
         )
+    if error.retriable or isinstance(error, KafkaTimeoutError):
+        return BrokerUnavailable(settings.bootstrap, repr(error))
+    return WorkEnded(settings.bootstrap, error)
+
+
+async def why_not_started(settings: KafkaSettings, error: Exception) -> UserError:
+    """What to raise for a client that has failed to start with this error."""
+    if isinstance(error, _NOT_ALLOWED):
+        return why_ended(settings, error)
     if not isinstance(error, _IS_AWAY):
         return BrokerUnavailable(settings.bootstrap, error)
     options = client_options(settings)

@@ -371,7 +371,7 @@ def _verdict(report: Any) -> str:
     if not report.is_compared:
         return f"rebuilt {counted}, digest {report.digest}"
     if report.all_differences:
-        return f"DIFFERENT: {len(report.all_differences)} of {counted}, digest {report.digest}"
+        return f"DIFFERENT: {len(report.all_differences)} differences among {counted}, digest {report.digest}"
     return f"identical: {counted}, digest {report.digest}"
 
 

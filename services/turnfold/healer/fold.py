@@ -375,7 +375,7 @@ def _is_finite(logprobs: bytes) -> bool:
     a look at each. Huge numbers can overflow it, so that it alone does not condemn.
     """
     values = np.frombuffer(logprobs, Logprobs.dtype)
-    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
+    return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 
 def _is_covered(spans: tuple[VersionSpan, ...], num_output: int) -> bool:

@@ -42,15 +42,16 @@ _RECORDED: codec.Decoder[Event] = codec.Decoder(
 
 def decode_event(record: Record) -> Event:
     """The event in a record. Raises CodecError saying what is wrong with it."""
-    return _checked(_decoded(record, _EVENTS), record)
+    return _checked(_decoded(record, _EVENTS, record.content_type), record)
 
 
 def decode_for_fold(record: Record) -> Event:
     """As `decode_event`, but a turn in msgpack is a `RecordedTurn`."""
-    if record.content_type not in (None, codec.MSGPACK):
+    content_type = record.content_type
+    if content_type is not None and content_type != codec.MSGPACK:
         return decode_event(record)
     try:
-        event = _decoded(record, _RECORDED)
+        event = _decoded(record, _RECORDED, content_type)
     except codec.CodecError:
         return decode_event(record)  # which says it of the event as the schema has it
     if isinstance(event, RecordedTurn) and not event.is_whole:
@@ -58,10 +59,10 @@ def decode_for_fold(record: Record) -> Event:
     return _checked(event, record)
 
 
-def _decoded(record: Record, decoder: codec.Decoder[Event]) -> Event:
+def _decoded(record: Record, decoder: codec.Decoder[Event], content_type: str | None) -> Event:
     if record.value is None:
         raise codec.CodecError("expected an event, got a record without a value")
-    return decoder.decode(record.value, record.content_type)
+    return decoder.decode(record.value, content_type)
 
 
 def _checked(event: Event, record: Record) -> Event:

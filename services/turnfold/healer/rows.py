@@ -193,7 +193,7 @@ def _row(lineage: Lineage, leaf: str, trained: set[str]) -> Row | None:
             )
             for turn in path
         ),
-        policy_versions=tuple(span for turn in path for span in _version_spans(turn)),
+        policy_versions=_version_spans(path),
     )
 
 
@@ -211,16 +211,18 @@ def _trained_arrays(to_train: Iterable[FoldedTurn]) -> tuple[LossMask, Logprobs]
     return LossMask(b"".join(loss_mask)), Logprobs(b"".join(logprobs))
 
 
-def _version_spans(turn: FoldedTurn) -> Iterable[VersionSpan]:
-    """The versions of a turn's output, counted from the start of the row."""
-    if turn.untrained == "versions_do_not_cover":
-        return
-    for span in turn.policy_versions:
-        yield VersionSpan(
+def _version_spans(path: Iterable[FoldedTurn]) -> tuple[VersionSpan, ...]:
+    """The versions of the outputs of these turns, counted from the start of the row."""
+    return tuple(
+        VersionSpan(
             policy_version=span.policy_version,
             start=turn.num_prompt_tokens + span.start,
             end=turn.num_prompt_tokens + span.end,
         )
+        for turn in path
+        if turn.untrained != "versions_do_not_cover"
+        for span in turn.policy_versions
+    )
 
 
 def build_ledger(

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from turnfold.log.memory import seldom_look_for_cycles
 from turnfold.replay.client import LogSource, OnProgress
 from turnfold.schemas.errors import UserError
 
@@ -145,6 +146,7 @@ def _without_interrupts() -> Iterator[None]:
 
 def _run(job: Job[T], share: Share, sender: Connection) -> None:
     """In a process of its own."""
+    seldom_look_for_cycles()
     # A broken pipe: the parent has ended without a word, and nobody is left to tell.
     with suppress(BrokenPipeError):
         sender.send(_outcome(job, share, lambda number: sender.send(_Progress(number))))

@@ -144,7 +144,8 @@ def log_import(
 ) -> None:
     """Load an exported log into empty topics, which are created.
 
-    Offsets begin at 0 there, so trajectories name other places in the log than the original ones.
+    It is a new log then: offsets begin at 0, and the trajectories and manifests in it still name those of
+    the old one. To prove that a log gives the same bytes, replay the file: `turnfold replay --file`.
     """
     import asyncio
 

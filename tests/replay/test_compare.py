@@ -2,7 +2,7 @@
 
 import msgspec
 
-from turnfold.replay.compare import Written, combined_digest, explain
+from turnfold.replay.compare import Leftover, Written, combined_digest, explain
 from turnfold.schemas import codec
 from turnfold.schemas.testing import row, trajectory
 
@@ -18,7 +18,7 @@ def written_once(*rollout_ids: str) -> Written:
 def test_equal_bytes_are_no_difference() -> None:
     written = written_once("r1")
     assert written.difference_to(("r1", 0), codec.digest(trajectory("r1"))) is None
-    assert written.leftovers() == []
+    assert written.leftovers() == written.doubled() == []
 
 
 def test_other_bytes_a_missing_and_a_doubled_trajectory_are_differences() -> None:
@@ -26,13 +26,26 @@ def test_other_bytes_a_missing_and_a_doubled_trajectory_are_differences() -> Non
     differences = [
         written.difference_to(("r1", 0), codec.digest(trajectory("r1", reward=0.5))),
         written.difference_to(("r3", 0), codec.digest(trajectory("r3"))),
-        *written.leftovers(),
+        *written.doubled(),
+        *(leftover.difference for leftover in written.leftovers()),
     ]
     assert [str(difference) for difference in differences] == [
         "rollout r1: the trajectory in the log has other bytes",
         "rollout r3: finished in the log, but no trajectory was written",
         "rollout r2: was written more than once",
         "rollout r2: was written, but its events are not in the log",
+    ]
+
+
+def test_a_trajectory_is_unfounded_unless_its_events_came_too_late_to_be_read() -> None:
+    reached, ends = {0: 10, 1: 5}, {0: 20, 1: 5}
+    found = {
+        (partition, offset): Leftover(("r1", 0), partition, offset).is_unfounded(reached, ends)
+        for partition, offset in [(0, 9), (0, 10), (0, 19), (0, 20), (1, 4), (1, 5), (2, 0)]
+    }
+    assert [place for place, is_unfounded in found.items() if not is_unfounded] == [
+        (0, 10),
+        (0, 19),
     ]
 
 

@@ -85,6 +85,11 @@ async def replay(
     assert writer is None or not is_resumed, "a file begins with the first trajectory"
     assert writer is None or num_processes == 1, "a file is written by one process"
     folder, resumed = await _checkpoints(source, mode, selection, checkpoints, is_resumed)
+    # Before anything else, so that a decision that is taken meanwhile is not held against a log that
+    # was read when it had not been.
+    decisions = Decisions()
+    if is_compared and selection.is_everything:
+        await _read_decisions(source, decisions)
     job = partial(
         replay_share,
         source=source,
@@ -110,10 +115,12 @@ async def replay(
     )
     if is_compared:
         written = [record for share in shares for record in share.written]
-        report.differences, explained = _differences(folded, written, selection)
+        report.differences, explained = await _differences(source, folded, written)
         report.explanations = await _explanations(source, mode, explained)
-        if selection.is_everything:
-            report.verdicts = (await _decisions(source, written)).retake()
+        for record in written:
+            found = record.trajectory
+            decisions.add_rollout(record.partition, record.offset, found.summary if found else None)
+        report.verdicts = decisions.retake()
     return report
 
 
@@ -136,10 +143,6 @@ async def _checkpoints(
     return folder, {}
 
 
-def _reached(selection: Selection, folded: Folded) -> dict[int, int] | None:
-    return None if selection.offsets is None else folded.reached
-
-
 async def offsets_between(
     source: LogSource, since: float | None, until: float | None
 ) -> OffsetRanges | None:
@@ -151,8 +154,8 @@ async def offsets_between(
     return between(starts, None if until is None else await source.offsets_at(events, until))
 
 
-def _differences(
-    folded: Folded, records: Iterable[WrittenRecord], selection: Selection
+async def _differences(
+    source: LogSource, folded: Folded, records: Iterable[WrittenRecord]
 ) -> tuple[list[Difference], list[Key]]:
     """What is not as it was written, and the first trajectories that are worth explaining."""
     written = Written()
@@ -166,22 +169,25 @@ def _differences(
         for key, digest in folded.digests.items()
         if (difference := written.difference_to(key, digest)) is not None
     }
-    leftovers = written.leftovers(_reached(selection, folded))
-    return [*differences.values(), *leftovers], list(differences)[:_MAX_EXPLAINED]
+    found_differences = [*differences.values(), *written.doubled()]
+    if leftovers := written.leftovers():
+        ends = await source.end_offsets(source.topics.events)
+        found_differences += (
+            leftover.difference
+            for leftover in leftovers
+            if leftover.is_unfounded(folded.reached, ends)
+        )
+    return found_differences, list(differences)[:_MAX_EXPLAINED]
 
 
-async def _decisions(source: LogSource, written: Iterable[WrittenRecord]) -> Decisions:
-    """What the assembler saw and decided."""
-    topics, decisions = source.topics, Decisions()
-    for record in written:
-        found = record.trajectory
-        decisions.add_rollout(record.partition, record.offset, found.summary if found else None)
-    async for message in source.read(topics.tasks, topics.batches):
-        if message.topic == topics.tasks:
-            decisions.add_task(message)
+async def _read_decisions(source: LogSource, decisions: Decisions) -> None:
+    """What the assembler decided, and of which tasks."""
+    topics = source.topics
+    async for record in source.read(topics.batches, topics.tasks):
+        if record.topic == topics.tasks:
+            decisions.add_task(record)
         else:
-            decisions.add_decision(message)
-    return decisions
+            decisions.add_decision(record)
 
 
 async def _explanations(

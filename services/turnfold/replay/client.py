@@ -52,6 +52,9 @@ class LogSource(Protocol):
     async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
         """The first offset of each partition whose record is not older than `at`, Unix seconds."""
 
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        """The next offset of each partition."""
+
 
 class _ReadInBatches(ABC):
     """Gives single records to those who do not care for batches."""
@@ -143,6 +146,12 @@ class KafkaLog(_ReadInBatches):
             found = await reader.offsets_at(places, at)
         return {partition: offset for (_, partition), offset in found.items()}
 
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        async with Reader(self.kafka) as reader:
+            places = [(topic, partition) for partition in await reader.partitions(topic)]
+            found = await reader.end_offsets(places)
+        return {partition: offset for (_, partition), offset in found.items()}
+
 
 class FileLog(_ReadInBatches):
     """An exported log. Raises LogFileError when the file is not one, or not whole."""
@@ -182,12 +191,16 @@ class FileLog(_ReadInBatches):
     async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
         """After the newest record where all are older."""
         found: dict[int, int] = {}
+        async for record in self.read(topic):
+            if record.timestamp >= at:
+                found.setdefault(record.partition, record.offset)
+        return await self.end_offsets(topic) | found
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
         ends = dict.fromkeys(range(self.header.topics.get(topic, 0)), 0)
         async for record in self.read(topic):
             ends[record.partition] = record.offset + 1
-            if record.timestamp >= at:
-                found.setdefault(record.partition, record.offset)
-        return ends | found
+        return ends
 
 
 async def append(producer: Producer, records: Iterable[Record], topics: dict[str, str]) -> int:

@@ -24,6 +24,27 @@ class Difference(msgspec.Struct, frozen=True):
         return f"{self.subject}: {self.what}"
 
 
+class Leftover(msgspec.Struct, frozen=True):
+    """A trajectory that no events gave, and the place of the event that is said to have completed it."""
+
+    key: Key
+    partition: int
+    offset: int
+
+    def is_unfounded(self, reached: Mapping[int, int], ends: Mapping[int, int]) -> bool:
+        """Whether the log does not hold its events.
+
+        It was folded up to `reached` (next offsets) and has grown to `ends` since: what lies between
+        is of events that came too late to be folded.
+        """
+        is_folded = self.offset < reached.get(self.partition, 0)
+        return is_folded or self.offset >= ends.get(self.partition, 0)
+
+    @property
+    def difference(self) -> Difference:
+        return Difference(named(self.key), "was written, but its events are not in the log")
+
+
 class Written:
     """The digests of the trajectories in the log."""
 
@@ -54,22 +75,16 @@ class Written:
             return Difference(named(key), "the trajectory in the log has other bytes")
         return None
 
-    def leftovers(self, reached: Mapping[int, int] | None = None) -> list[Difference]:
-        """Trajectories written twice, and those that no events give.
-
-        `reached` is the next offset of each partition, for a replay that did not read to the end.
-        """
-        doubled = [Difference(named(key), "was written more than once") for key in self._doubled]
-        unfounded = [
-            Difference(named(key), "was written, but its events are not in the log")
+    def leftovers(self) -> list[Leftover]:
+        """Trajectories that were not asked for, in their order: what became of their events?"""
+        return [
+            Leftover(key, *self._places[key])
             for key in sorted(self._digests.keys() - self._matched)
-            if reached is None or self._is_behind(key, reached)
         ]
-        return doubled + unfounded
 
-    def _is_behind(self, key: Key, reached: Mapping[int, int]) -> bool:
-        partition, last_offset = self._places[key]
-        return last_offset < reached.get(partition, 0)
+    def doubled(self) -> list[Difference]:
+        """Trajectories written twice."""
+        return [Difference(named(key), "was written more than once") for key in self._doubled]
 
 
 def named(key: Key) -> str:

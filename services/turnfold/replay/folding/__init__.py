@@ -1,1 +1,1 @@
-"""Folds a whole log into trajectories, in this process or with one process for each part of it."""
+"""Folds a log, or some partitions of it, into trajectories."""

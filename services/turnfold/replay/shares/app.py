@@ -68,20 +68,17 @@ async def replay_share(
     folder: CheckpointFolder | None = None,
     resumed: Mapping[int, Checkpoint] | None = None,
 ) -> ShareOfReplay:
-    """Read what was written, then fold; the arguments are those of `replay` and of `fold`."""
+    """Fold, then read what was written; the arguments are those of `replay` and of `fold`.
+
+    In this order: a healer that is at work meanwhile has written what comes of the events that were
+    folded, and whatever else it wrote is of later ones.
+    """
     topics = source.topics
     found = await source.num_partitions([topics.events, topics.trajectories])
     own = {
         topic: share.of_partitions(range(found.get(topic, 0)))
         for topic in (topics.events, topics.trajectories)
     }
-    written = list[WrittenRecord]()
-    if is_compared:
-        made = source.batches(topics.trajectories, partitions=own[topics.trajectories])
-        async with aclosing(made) as batches:
-            async for records in batches:
-                written += (_written(record, selection) for record in records)
-                on_progress(len(records))
     folded = await fold(
         source,
         mode=mode,
@@ -92,6 +89,13 @@ async def replay_share(
         resumed=resumed,
         on_progress=on_progress,
     )
+    written = list[WrittenRecord]()
+    if is_compared:
+        made = source.batches(topics.trajectories, partitions=own[topics.trajectories])
+        async with aclosing(made) as batches:
+            async for records in batches:
+                written += (_written(record, selection) for record in records)
+                on_progress(len(records))
     return ShareOfReplay(folded=folded, written=written)
 
 

@@ -253,10 +253,27 @@ async def test_a_passed_deadline_becomes_an_event_and_closes_the_rollout(
     aborts = [event for event in events if isinstance(event, RolloutAborted)]
     assert [abort.event_id for abort in aborts] == ["gone:deadline"]
     assert digests([trajectory]) == digests(await replayed(broker, topics))
+    # A transaction would leave a marker, and hide from readers what comes behind it while it is open.
+    assert sum((await ends(broker, topics)).values()) == len(events)
+
+
+async def test_the_end_of_a_transaction_that_somebody_else_wrote_counts_as_read(
+    broker: RunningBroker, topics: Topics, healer: Healer
+) -> None:
+    async with (
+        Producer(broker.bootstrap, transactional_id=topics.namespace) as producer,
+        producer.transaction(),
+    ):
+        await publish(producer, topics, rollout("a"))
+    healer.start()
+    await wait_for_progress(broker, topics, await ends(broker, topics))
+
+
+async def ends(broker: RunningBroker, topics: Topics) -> dict[int, int]:
+    """The next offset of each partition of the events that holds any."""
     async with reader_from_start(broker.bootstrap, topics.events) as reader:
-        ends = await reader.end_offsets((topics.events, p) for p in range(NUM_PARTITIONS))
-    written = {partition: end for (_, partition), end in ends.items() if end}
-    await wait_for_progress(broker, topics, written)
+        found = await reader.end_offsets((topics.events, p) for p in range(NUM_PARTITIONS))
+    return {partition: end for (_, partition), end in found.items() if end}
 
 
 async def test_a_rollout_that_ended_in_the_log_is_not_aborted_however_late_it_is_read(

@@ -93,7 +93,9 @@ def reference(made: Sequence[Call], mode: HistoryMode) -> list[Any]:
         return prompt[: len(head)] == head
 
     def is_continued(call: Call) -> bool:
-        return any(begins(c.prompt, [*call.prompt, call.output[0]]) for c in ordered)
+        return any(
+            begins(c.prompt, [*call.prompt, call.output[0]]) and not is_orphan(c) for c in ordered
+        )
 
     def is_orphan(call: Call) -> bool:
         same = [c for c in ordered if (c.session_id, c.prompt) == (call.session_id, call.prompt)]
@@ -120,6 +122,31 @@ def reference(made: Sequence[Call], mode: HistoryMode) -> list[Any]:
 @given(calls(min_output=1), st.sampled_from(["linear", "tree"]))
 def test_rows_are_those_of_the_definition(made: list[Call], mode: HistoryMode) -> None:
     assert shown(made_from(written(made), mode)) == reference(made, mode)
+
+
+@steady
+@given(st.lists(st.integers(1, 5), max_size=4), st.booleans())
+def test_an_agent_that_starts_again_and_is_answered_the_same_gives_the_rows_of_its_last_start(
+    abandoned: list[int], is_declared: bool
+) -> None:
+    def started(number: int, num_turns: int) -> list[Call]:
+        """Each turn adds one token to the prompt and is answered with another."""
+        return [
+            Call(
+                f"{number}-{index}",
+                "main",
+                [1, *range(2, 2 * index + 2)],
+                [2 * index + 2],
+                f"{number}-{index - 1}" if index else None,
+            )
+            for index in range(num_turns)
+        ]
+
+    made = [started(number, num_turns) for number, num_turns in enumerate([*abandoned, 5])]
+    alone = shown(made_from(written(made[-1])))
+    assert len(alone) == 1
+    everything = [call for calls in made for call in calls]
+    assert shown(made_from(written(everything, is_declared))) == alone
 
 
 @steady

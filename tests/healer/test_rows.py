@@ -254,6 +254,23 @@ def test_two_answers_to_one_prompt_that_were_both_continued_are_both_trained() -
     assert len(result.rows) == 2
 
 
+def test_an_answer_that_only_abandoned_answers_continue_is_abandoned_with_them() -> None:
+    script = RolloutScript("r1")
+    script.turn("a0", [1, 2], [3])
+    script.turn("a1", [1, 2, 3, 4], [5], parent="a0")
+    for turn_id, prompt, output, parent in [
+        ("b0", [1, 2], [3], None),
+        ("b1", [1, 2, 3, 4], [5], "b0"),
+        ("b2", [1, 2, 3, 4, 5, 6], [7], "b1"),
+    ]:
+        script.turn(turn_id, prompt, output, parent=parent)
+    script.finish()
+    result = made(script.events, "linear")
+    assert [row.token_ids.tolist() for row in result.rows] == [[1, 2, 3, 4, 5, 6, 7]]
+    assert {turn.turn_id for turn in result.ledger.turns if turn.dropped} == {"a0", "a1"}
+    assert len(made(script.events, "tree").rows) == 2
+
+
 def test_a_retry_continued_from_inside_its_output_is_no_orphan() -> None:
     script = retried()
     script.turn("t2", [1, 2, 3, 4, 5, 9], [8], parent="t1")

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import closing
+from typing import Any
 
 import msgspec
 from aiokafka.errors import KafkaError
@@ -205,7 +206,7 @@ class PartitionHealer:
                 seems_caught_up = not records and not self.is_caught_up
                 if now >= next_look or seems_caught_up:
                     next_look = now + self.settings.deadline_check_s
-                    await self._look_at_deadlines(producer, reader)
+                    await self._look_at_deadlines(reader)
                 if now >= next_commit:
                     next_commit = now + self.settings.commit_every_s
                     await self._commit_progress(producer)
@@ -355,7 +356,7 @@ class PartitionHealer:
         self.num_trajectories += 1
         metrics.count(result.trajectory)
 
-    async def _look_at_deadlines(self, producer: Producer, reader: Reader) -> None:
+    async def _look_at_deadlines(self, reader: Reader) -> None:
         """Append an abort for each rollout whose deadline passed without an end in the log."""
         place = (self.topic, self.partition)
         self.end = (await reader.end_offsets([place]))[place]
@@ -367,17 +368,21 @@ class PartitionHealer:
         self.position, self.through = position, max(self.through, position)
         due = self._deadlines.due(time.time(), position, self.end)
         if due:
-            await self._append_aborts(producer, due)
+            await self._append_aborts(due)
 
-    async def _append_aborts(self, producer: Producer, rollout_ids: Sequence[str]) -> None:
-        async with producer.transaction():
-            for rollout_id in rollout_ids:
-                await producer.send(
+    async def _append_aborts(self, rollout_ids: Sequence[str]) -> None:
+        # In no transaction: while one is open, no reader sees what others append behind it, and a
+        # gateway that reads a rollout back would miss turns. An abort that is sent twice counts once.
+        async with Producer(self.settings) as producer:
+            await _all(
+                producer.send(
                     self.topic,
                     key=rollout_id,
                     message=deadline_passed(rollout_id, time.time()),
                     partition=self.partition,
                 )
+                for rollout_id in rollout_ids
+            )
         self._deadlines.asked(rollout_ids)
         metrics.DEADLINES.inc(len(rollout_ids))
         log.info(
@@ -385,11 +390,11 @@ class PartitionHealer:
         )
 
 
-async def _all(sends: Iterable[Coroutine[None, None, None]]) -> None:
+async def _all(sends: Iterable[Coroutine[Any, Any, object]]) -> None:
     """Wait for every send, then raise the first failure: none is left behind unheard."""
-    for failure in await asyncio.gather(*sends, return_exceptions=True):
-        if failure is not None:
-            raise failure
+    for outcome in await asyncio.gather(*sends, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def deadline_passed(rollout_id: str, now: float) -> RolloutAborted:

@@ -250,10 +250,17 @@ def _orphans(
     """Answers that were given up: the same prompt was asked again within the session.
 
     Of the turns with one prompt, those that were continued stay; when none was, the last one does.
+    An answer that only such answers continue was given up with them, as when an agent starts again
+    from its first message:
+
+        t0: [1 2]     -> 3        t1: t0 + [4] -> 5
+        u0: [1 2]     -> 3        u1: u0 + [4] -> 5        u2: u1 + [6] -> 7        t0, t1 are orphans
     """
     found: set[str] = set()
-    for same in _same_prompts(known, store):
-        continued = {_continued_by(turn_id, same, store, extends) for turn_id in known}
+    groups = _same_prompts(known, store)
+    for same in sorted(groups, key=lambda same: store.prompt_length(same[0]), reverse=True):
+        kept = known.keys() - found
+        continued = {_continued_by(turn_id, same, store, extends) for turn_id in kept}
         found.update(set(same) - (continued - {None} or {same[-1]}))
     return found
 

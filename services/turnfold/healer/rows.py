@@ -32,7 +32,7 @@ from turnfold.schemas.trajectories import (
 )
 from turnfold.schemas.wire import Logprobs, LossMask, TokenIds
 
-FOLD_VERSION = 1
+FOLD_VERSION = 2
 """Counts up when equal events would give other rows than before."""
 
 MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - 64 * 1024

@@ -243,6 +243,26 @@ def test_a_tampered_trajectory_fails_the_replay_and_is_explained(
     assert fresh("replay", "--processes", "2").output == result.output
 
 
+def test_a_trajectory_of_an_older_fold_is_counted_and_not_compared(
+    done: Namespace, fresh: Namespace
+) -> None:
+    found = [codec.decode(Trajectory, v) for v in done.read(done.topics.trajectories)]
+    original = next(t for t in found if t.rollout_id == "g0-00")
+
+    async def copy() -> None:
+        async with Producer(fresh.bootstrap) as producer:
+            older = msgspec.structs.replace(original, fold_version=1, rows=())
+            await producer.send(fresh.topics.trajectories, key="g0", message=older)
+
+    asyncio.run(_publish(fresh, rollout(0)))
+    asyncio.run(copy())
+    result = fresh("replay")
+    assert result.exit_code == 0, result.output
+    assert (
+        "1 trajectories were written by version 1 of the fold and are not compared" in result.output
+    )
+
+
 def test_a_rollout_that_nobody_healed_fails_the_replay(fresh: Namespace) -> None:
     asyncio.run(_publish(fresh, rollout(0)))
     result = fresh("replay")

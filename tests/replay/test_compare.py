@@ -2,6 +2,7 @@
 
 import msgspec
 
+from turnfold.healer.rows import FOLD_VERSION
 from turnfold.replay.compare import Leftover, Written, combined_digest, explain
 from turnfold.schemas import codec
 from turnfold.schemas.testing import row, trajectory
@@ -35,6 +36,14 @@ def test_other_bytes_a_missing_and_a_doubled_trajectory_are_differences() -> Non
         "rollout r2: was written more than once",
         "rollout r2: was written, but its events are not in the log",
     ]
+
+
+def test_what_another_version_of_the_fold_wrote_is_no_difference_but_a_missing_one_is() -> None:
+    written, made = Written(), trajectory("r1")
+    written.add(("r1", 0), "other", made.source, fold_version=FOLD_VERSION - 1)
+    assert written.difference_to(("r1", 0), codec.digest(made)) is None
+    assert written.of_other_versions == {("r1", 0): FOLD_VERSION - 1}
+    assert written.difference_to(("r2", 0), codec.digest(made)) is not None
 
 
 def test_a_trajectory_is_unfounded_unless_its_events_came_too_late_to_be_read() -> None:

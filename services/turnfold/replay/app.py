@@ -44,6 +44,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Of all trajectories, whatever order they came in."""
     is_compared: bool = True
     differences: list[Difference] = []
+    num_of_other_versions: Counter[int] = msgspec.field(default_factory=Counter)
+    """Trajectories that were not compared, as another version of the fold wrote them, by version."""
     explanations: list[str] = []
     """The first differences in detail."""
     verdicts: list[Verdict] = []
@@ -114,10 +116,12 @@ async def replay(
         ignored=folded.ignored,
     )
     if is_compared:
-        written = [record for share in shares for record in share.written]
+        records = [record for share in shares for record in share.written]
+        written = _written(records)
+        report.num_of_other_versions.update(written.of_other_versions.values())
         report.differences, explained = await _differences(source, folded, written)
         report.explanations = await _explanations(source, mode, explained)
-        for record in written:
+        for record in records:
             found = record.trajectory
             decisions.add_rollout(record.partition, record.offset, found.summary if found else None)
         report.verdicts = decisions.retake()
@@ -154,16 +158,21 @@ async def offsets_between(
     return between(starts, None if until is None else await source.offsets_at(events, until))
 
 
-async def _differences(
-    source: LogSource, folded: Folded, records: Iterable[WrittenRecord]
-) -> tuple[list[Difference], list[Key]]:
-    """What is not as it was written, and the first trajectories that are worth explaining."""
+def _written(records: Iterable[WrittenRecord]) -> Written:
+    """The trajectories that were asked for."""
     written = Written()
     for record in records:
         found = record.trajectory
         if found is not None and found.is_selected:
             key = (found.summary.rollout_id, found.summary.revision)
-            written.add(key, found.digest, found.source)
+            written.add(key, found.digest, found.source, found.fold_version)
+    return written
+
+
+async def _differences(
+    source: LogSource, folded: Folded, written: Written
+) -> tuple[list[Difference], list[Key]]:
+    """What is not as it was written, and the first trajectories that are worth explaining."""
     differences = {
         key: difference
         for key, digest in folded.digests.items()

@@ -344,12 +344,19 @@ def ledger(
 
 def _show_replay(report: Any) -> None:
     """Details first, the verdict as the last line."""
+    from turnfold.healer.rows import FOLD_VERSION
+
     for place, reason in report.rejected:
         typer.echo(f"dead letter {place}: {reason}")
     if report.open_rollouts:
         typer.echo(f"{len(report.open_rollouts)} rollouts have no end in the log yet")
     for kind, number in sorted(report.ignored.items()):
         typer.echo(f"{number} {kind} events changed nothing")
+    for version, number in sorted(report.num_of_other_versions.items()):
+        typer.echo(
+            f"{number} trajectories were written by version {version} of the fold and are not compared "
+            f"with those of version {FOLD_VERSION}: refold and diff show what has changed"
+        )
     for verdict in report.verdicts:
         if verdict.unchecked:
             typer.echo(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from turnfold.healer.rows import FOLD_VERSION
 from turnfold.schemas.trajectories import Row, Source, Trajectory
 
 Key = tuple[str, int]
@@ -51,6 +52,8 @@ class Written:
     def __init__(self) -> None:
         self._digests: dict[Key, str] = {}
         self._doubled: list[Key] = []
+        self.of_other_versions: dict[Key, int] = {}
+        """Fold versions of those that another version wrote: their bytes say nothing about ours."""
         self._matched: set[Key] = set()
         self._places: dict[Key, tuple[int, int]] = {}
         """Partition and offset of the event that completed it."""
@@ -58,8 +61,10 @@ class Written:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def add(self, key: Key, digest: str, source: Source) -> None:
+    def add(self, key: Key, digest: str, source: Source, fold_version: int = FOLD_VERSION) -> None:
         """`digest` is that of the record, `source` says of which events the trajectory was made."""
+        if fold_version != FOLD_VERSION:
+            self.of_other_versions[key] = fold_version
         if key in self._digests:
             self._doubled.append(key)
         else:
@@ -67,11 +72,12 @@ class Written:
             self._places[key] = (source.partition, source.last_offset)
 
     def difference_to(self, key: Key, digest: str) -> Difference | None:
-        """None when the log holds the very bytes of the trajectory with this digest."""
+        """None when the log holds the very bytes of the trajectory with this digest, or those that
+        another version of the fold made of its events."""
         self._matched.add(key)
         if key not in self._digests:
             return Difference(named(key), "finished in the log, but no trajectory was written")
-        if self._digests[key] != digest:
+        if self._digests[key] != digest and key not in self.of_other_versions:
             return Difference(named(key), "the trajectory in the log has other bytes")
         return None
 

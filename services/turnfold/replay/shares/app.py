@@ -34,6 +34,7 @@ class WrittenTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     summary: RolloutSummary
     """As the assembler saw it; its digest is that of the message."""
     source: Source
+    fold_version: int
     digest: str
     """Of the record: the same as that of the message, unless another writer encoded it."""
     is_selected: bool
@@ -113,6 +114,7 @@ def _written(record: Record, selection: Selection) -> WrittenRecord:
         trajectory=WrittenTrajectory(
             summary=summary(trajectory, **place, digest=digest),
             source=trajectory.source,
+            fold_version=trajectory.fold_version,
             digest=digest if value == encoded else hashlib.sha256(value).hexdigest(),
             is_selected=selection.holds_trajectory(trajectory),
         ),

@@ -223,19 +223,24 @@ def test_a_replay_needs_no_setting_of_the_run(done: Namespace) -> None:
     assert "9 trajectories and 2 decisions" in result.output
 
 
+def _copy_changed(done: Namespace, fresh: Namespace, **changes: object) -> None:
+    """The events of the first rollout, and its trajectory with other values in some fields."""
+    found = [codec.decode(Trajectory, v) for v in done.read(done.topics.trajectories)]
+    original = next(t for t in found if t.rollout_id == "g0-00")
+    changed = msgspec.structs.replace(original, **changes)
+
+    async def copy() -> None:
+        await _publish(fresh, rollout(0))
+        async with Producer(fresh.bootstrap) as producer:
+            await producer.send(fresh.topics.trajectories, key="g0", message=changed)
+
+    asyncio.run(copy())
+
+
 def test_a_tampered_trajectory_fails_the_replay_and_is_explained(
     done: Namespace, fresh: Namespace
 ) -> None:
-    found = [codec.decode(Trajectory, v) for v in done.read(done.topics.trajectories)]
-    original = next(t for t in found if t.rollout_id == "g0-00")
-
-    async def copy() -> None:
-        async with Producer(fresh.bootstrap) as producer:
-            tampered = msgspec.structs.replace(original, reward=99.0)
-            await producer.send(fresh.topics.trajectories, key="g0", message=tampered)
-
-    asyncio.run(_publish(fresh, rollout(0)))
-    asyncio.run(copy())
+    _copy_changed(done, fresh, reward=99.0)
     result = fresh("replay")
     assert result.exit_code == 1
     assert "DIFFERENT rollout g0-00: the trajectory in the log has other bytes" in result.output
@@ -246,16 +251,7 @@ def test_a_tampered_trajectory_fails_the_replay_and_is_explained(
 def test_a_trajectory_of_an_older_fold_is_counted_and_not_compared(
     done: Namespace, fresh: Namespace
 ) -> None:
-    found = [codec.decode(Trajectory, v) for v in done.read(done.topics.trajectories)]
-    original = next(t for t in found if t.rollout_id == "g0-00")
-
-    async def copy() -> None:
-        async with Producer(fresh.bootstrap) as producer:
-            older = msgspec.structs.replace(original, fold_version=1, rows=())
-            await producer.send(fresh.topics.trajectories, key="g0", message=older)
-
-    asyncio.run(_publish(fresh, rollout(0)))
-    asyncio.run(copy())
+    _copy_changed(done, fresh, fold_version=1, rows=())
     result = fresh("replay")
     assert result.exit_code == 0, result.output
     assert (

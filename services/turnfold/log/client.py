@@ -82,12 +82,10 @@ class Replaced(UserError):
         )
 
 
-class ReadingEnded(UserError):
+class ReadingEnded(WorkEnded):
     """A connection that gives no more records whatever the log holds; only a new process helps."""
 
-    def __init__(self, bootstrap: str, cause: BaseException | None) -> None:
-        reason = repr(cause.__cause__ or cause) if cause is not None else "without a reason"
-        super().__init__(f"reading from {bootstrap} has ended by itself ({reason}); start again")
+    what = "reading from"
 
 
 class Ack(msgspec.Struct, frozen=True):

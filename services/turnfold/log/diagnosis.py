@@ -70,9 +70,11 @@ class NotLetIn(UserError):
 class WorkEnded(UserError):
     """A broker answers, and a connection to it is of no more use; only a new process helps."""
 
-    def __init__(self, bootstrap: str, cause: BaseException) -> None:
-        reason = repr(cause.__cause__ or cause)
-        super().__init__(f"work with {bootstrap} has ended by itself ({reason}); start again")
+    what = "work with"
+
+    def __init__(self, bootstrap: str, cause: BaseException | None) -> None:
+        reason = repr(cause.__cause__ or cause) if cause is not None else "without a reason"
+        super().__init__(f"{self.what} {bootstrap} has ended by itself ({reason}); start again")
 
 
 def why_ended(settings: KafkaSettings, error: KafkaError) -> UserError:

@@ -16,7 +16,7 @@ from turnfold.log.client import Producer, Record, create_topics
 from turnfold.log.settings import Kafka
 from turnfold.replay.client import FileLog, KafkaLog, LogSource, OnProgress, append
 from turnfold.replay.compare import Difference, Key, Written, combined_digest, explain, named
-from turnfold.replay.decisions import Decisions, Verdict
+from turnfold.replay.decisions import Decisions, Verdict, decoded
 from turnfold.replay.folding.app import Folded, rebuilt
 from turnfold.replay.folding.client import CheckpointFolder
 from turnfold.replay.folding.part import Checkpoint
@@ -24,12 +24,13 @@ from turnfold.replay.logfile import Header, LogReader, LogWriter
 from turnfold.replay.processes.app import divided
 from turnfold.replay.ranges import OffsetRanges, between
 from turnfold.replay.rebuild import Rebuild, Selection
-from turnfold.replay.shares.app import WrittenRecord, replay_share, written_trajectory
+from turnfold.replay.shares.app import WrittenRecord, replay_share
 from turnfold.replay.writers import Writer, writer_for
 from turnfold.schemas import codec
 from turnfold.schemas.errors import UserError
 from turnfold.schemas.events import Event, HistoryMode
 from turnfold.schemas.topics import Topics
+from turnfold.schemas.trajectories import Trajectory
 
 _MAX_EXPLAINED = 5
 _MAX_IMPORT_RECORDS = 500
@@ -212,7 +213,7 @@ async def _explanations(
         async for trajectory in rebuilt(source, Rebuild(mode), selection, lambda _: None)
     }
     async for record in source.read(source.topics.trajectories):
-        written = written_trajectory(record)
+        written: Trajectory | None = decoded(Trajectory, record)
         key = (written.rollout_id, written.revision) if written else ("", 0)
         if written and key in keys:
             lines += [f"{named(key)}: {line}" for line in explain(written, again[key])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -195,16 +196,15 @@ class FileLog(_ReadInBatches):
     async def offsets_at(self, topic: str, at: float) -> dict[int, int]:
         """After the newest record where all are older."""
         found: dict[int, int] = {}
-        async for record in self.read(topic):
-            if record.timestamp >= at:
-                found.setdefault(record.partition, record.offset)
-        return await self.end_offsets(topic) | found
-
-    async def end_offsets(self, topic: str) -> dict[int, int]:
         ends = dict.fromkeys(range(self.header.topics.get(topic, 0)), 0)
         async for record in self.read(topic):
             ends[record.partition] = record.offset + 1
-        return ends
+            if record.timestamp >= at:
+                found.setdefault(record.partition, record.offset)
+        return ends | found
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        return await self.offsets_at(topic, math.inf)
 
 
 async def append(producer: Producer, records: Iterable[Record], topics: dict[str, str]) -> int:

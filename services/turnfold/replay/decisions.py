@@ -53,12 +53,12 @@ class Decisions:
         self._rollouts: dict[int, Seen] = defaultdict(list)
 
     def add_decision(self, record: Record) -> None:
-        decision = _decoded(Decision, record)
+        decision = decoded(Decision, record)
         if decision is not None:
             self._decisions[decision.run_id].append(decision)
 
     def add_task(self, record: Record) -> None:
-        self._tasks[record.partition].append((record.offset, _decoded(Task, record)))
+        self._tasks[record.partition].append((record.offset, decoded(Task, record)))
 
     def add_rollout(self, partition: int, offset: int, rollout: RolloutSummary | None) -> None:
         """What lies there in the trajectories topic, None when it could not be decoded."""
@@ -137,7 +137,8 @@ def _advance(
                     state.mark_read(topic, partition, offset)
 
 
-def _decoded(kind: Any, record: Record) -> Any:
+def decoded(kind: Any, record: Record) -> Any:
+    """The message of this kind in a record, None where there is none."""
     try:
         return codec.decode(kind, record.value or b"", record.content_type)
     except codec.CodecError:

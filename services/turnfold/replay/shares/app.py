@@ -15,6 +15,7 @@ import msgspec
 from turnfold.assembler.rollouts import RolloutSummary, summary
 from turnfold.log.records import Record
 from turnfold.replay.client import LogSource, OnProgress
+from turnfold.replay.decisions import decoded
 from turnfold.replay.folding.app import Folded, fold
 from turnfold.replay.folding.client import CheckpointFolder
 from turnfold.replay.folding.part import Checkpoint
@@ -102,7 +103,7 @@ async def replay_share(
 
 def _written(record: Record, selection: Selection) -> WrittenRecord:
     place = {"partition": record.partition, "offset": record.offset}
-    trajectory = written_trajectory(record)
+    trajectory: Trajectory | None = decoded(Trajectory, record)
     if trajectory is None:
         return WrittenRecord(**place, trajectory=None)
     # The assembler names the digest of the message, which is that of its bytes unless another
@@ -119,11 +120,3 @@ def _written(record: Record, selection: Selection) -> WrittenRecord:
             is_selected=selection.holds_trajectory(trajectory),
         ),
     )
-
-
-def written_trajectory(record: Record) -> Trajectory | None:
-    """The trajectory in a record, None where there is none."""
-    try:
-        return codec.decode(Trajectory, record.value or b"", record.content_type)
-    except codec.CodecError:
-        return None
